@@ -54,7 +54,15 @@ class RunError(RuntimeError):
 
 
 class DamagedCheckpointError(RunError):
-    """Raised if a file of a checkpoint is missing or has changed since it was written."""
+    """Raised if a file of a checkpoint is missing or has changed since it was written; `reason` says which."""
+
+    def __init__(self, path: object, reason: str):
+        super().__init__(f"{path}: damaged ({reason}); use an older one")
+        self.path, self.reason = path, reason
+
+    def __reduce__(self) -> tuple:
+        """Return how to build the error in another process."""
+        return type(self), (self.path, self.reason)
 
 
 class FolderBusyError(RunError):

@@ -118,8 +118,8 @@ class RunFolder:
     def best_checkpoint(self) -> Path | None:
         """Return the validated checkpoint with the lowest mean validation loss, or None.
 
-        The latest with an accuracy of 1 is the best. Each checkpoint has the scores of its own validation. Those of
-        earlier versions have none; their losses are read from metrics.jsonl.
+        Among checkpoints with an accuracy of 1, the latest is the best. Each checkpoint has the scores of its own
+        validation. Those of earlier versions have none; their losses are read from metrics.jsonl.
         """
         paths = self.list_checkpoints()
         losses = {path: read_validation(path) for path in paths if _is_bound(path)}
@@ -430,8 +430,7 @@ def verify_manifest(folder: Path, only: str | None = None) -> None:
 
 def damaged_error(path: Path, reason: BaseException | str) -> DamagedCheckpointError:
     """Return the error for a checkpoint that cannot be read."""
-    reason = reason if isinstance(reason, str) else first_line(reason)
-    return DamagedCheckpointError(f"{path}: damaged ({reason}); use an older one")
+    return DamagedCheckpointError(path, reason if isinstance(reason, str) else first_line(reason))
 
 
 def write_validation(checkpoint: Path, loss: float, accuracy: float | None) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from stackexp.config.optimizer import CosineConfig, LinearConfig, WarmupStableDecayConfig
-from stackexp.modules.schedules import build_cosine, build_linear, build_warmup_stable_decay
+from stackexp.modules.optimizers import build_cosine, build_linear, build_warmup_stable_decay
 
 WARMUP = {"warmup_steps": 10}
 COSINE = build_cosine(CosineConfig(**WARMUP, final_fraction=0.2), 110)

@@ -58,7 +58,7 @@ class ScheduleConfig:
             yield "warmup_steps", f"{self.warmup_steps} must be smaller than trainer.max_steps {trainer.max_steps}"
 
 
-@register("schedule", "cosine", builds="stackexp.modules.schedules:build_cosine")
+@register("schedule", "cosine", builds="stackexp.modules.optimizers:build_cosine")
 @dataclass
 class CosineConfig(ScheduleConfig):
     """A cosine decay until the last step."""
@@ -66,7 +66,7 @@ class CosineConfig(ScheduleConfig):
     kind: str = "cosine"
 
 
-@register("schedule", "linear", builds="stackexp.modules.schedules:build_linear")
+@register("schedule", "linear", builds="stackexp.modules.optimizers:build_linear")
 @dataclass
 class LinearConfig(ScheduleConfig):
     """A linear decay until the last step."""
@@ -74,7 +74,7 @@ class LinearConfig(ScheduleConfig):
     kind: str = "linear"
 
 
-@register("schedule", "wsd", builds="stackexp.modules.schedules:build_warmup_stable_decay")
+@register("schedule", "wsd", builds="stackexp.modules.optimizers:build_warmup_stable_decay")
 @dataclass
 class WarmupStableDecayConfig(ScheduleConfig):
     """A constant learning rate, then a decay over the last `decay_steps`: linear, or 1 - sqrt."""

@@ -13,8 +13,7 @@ from stackexp.models import checkpoints
 from stackexp.models.warm_start import warn_about_options
 from stackexp.terminal import set_up_log
 from stackexp.training.callbacks.steps import StepRequests
-from stackexp.training.objectives import build_objective
-from stackexp.training.objectives.base import Objective
+from stackexp.training.objectives import Objective, build_objective
 from stackexp.training.processes import start_processes
 from stackexp.training.signals import StopRequest
 from stackexp.training.trainer import build_trainer, find_device_type

@@ -24,7 +24,8 @@ QUIET_SECONDS = 10
 class PartialResults:
     """The scored sets of an evaluation in a JSON Lines file: {"key": ..., "set": name, "figures": {...}}.
 
-    `keys` maps each set to a hash of everything its scores depend on: lines of another evaluation are not read.
+    `keys` maps each set to a hash of everything its scores depend on. A line with another key is of another evaluation
+    and is ignored.
     Without a path nothing is saved.
     """
 

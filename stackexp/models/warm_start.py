@@ -24,11 +24,13 @@ from stackexp.models.weight_files import read_config
 from stackexp.runs import MANIFEST, RunFolder
 
 log = logging.getLogger(__name__)
-SHAPELESS = ("num_heads", "norm_eps", "positional", "rope_theta", "causal", "tie_embeddings")
-SHAPELESS += ("attention_window", "attention_log_base", "embedding_scale", "mup_base_size")
-SHAPELESS += ("memory.axis", "memory.site", "memory.discipline", "memory.num_slots", "memory.read", "memory.read_mask")
-SHAPELESS += ("memory.residual_gate", "memory.push_norm", "memory.action_scale", "memory.action_sharpness")
-"""Model options that change the results of given weights, but not the shapes by which a mistake would be found."""
+OPTIONS_WITHOUT_SHAPE = (
+    *("num_heads", "norm_eps", "positional", "rope_theta", "causal", "tie_embeddings", "attention_window"),
+    *("attention_log_base", "embedding_scale", "mup_base_size", "memory.axis", "memory.site", "memory.discipline"),
+    *("memory.num_slots", "memory.read", "memory.read_mask", "memory.residual_gate", "memory.push_norm"),
+    *("memory.action_scale", "memory.action_sharpness"),
+)
+"""Model options that change the outputs of given weights but no shape of a tensor; a difference is only logged."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,8 @@ def _list_memory_tensors(model: nn.Module) -> set[str]:
 
 
 def warn_about_options(path: Path, config: ExperimentConfig) -> None:
-    """Log the options that differ from those of given weights and change what these compute."""
+    """Warn about each model option that changes the outputs of the weights and differs from their own config."""
     before, now = flatten(read_config(path)), flatten_config(config)
-    for key in (f"model.{name}" for name in SHAPELESS):
+    for key in (f"model.{name}" for name in OPTIONS_WITHOUT_SHAPE):
         if key in before and key in now and before[key] != now[key]:
             log.warning("%s: trained with %s=%s, but the config has %s", path, key, before[key], now[key])

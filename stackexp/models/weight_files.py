@@ -1,9 +1,10 @@
 """Safetensors files with the weights of one checkpoint, or the mean of several, and the config as metadata."""
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 from safetensors import SafetensorError, safe_open
@@ -13,7 +14,7 @@ from torch import Tensor
 from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
-from stackexp.files import sync_file
+from stackexp.files import make_temporary_path, sync_file
 from stackexp.models.checkpoints import CONFIG_KEY, is_folder, load_state, read_weights
 
 
@@ -35,10 +36,11 @@ def write_weights(tensors: dict[str, Tensor], target: Path, config: str) -> int:
 
     Raises RunError if the file cannot be written.
     """
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial = make_temporary_path(target)
     try:
         save_file(tensors, partial, metadata={"format": "pt", CONFIG_KEY: config})
-        with open(partial, "rb") as file:
+        with open(partial, "r+b") as file:
+            _sort_metadata(file)
             sync_file(file)
         os.replace(partial, target)
     except SafetensorError as error:
@@ -46,6 +48,17 @@ def write_weights(tensors: dict[str, Tensor], target: Path, config: str) -> int:
     finally:
         partial.unlink(missing_ok=True)
     return len(tensors)
+
+
+def _sort_metadata(file: IO[bytes]) -> None:
+    """Sort the metadata in the header, so that equal weights give equal files; safetensors writes them in any order."""
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(length))
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    assert len(text) <= length, "only the order changes"
+    file.seek(8)
+    file.write(text.ljust(length))
 
 
 def read_config(path: Path) -> dict[str, Any]:

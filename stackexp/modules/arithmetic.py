@@ -9,11 +9,8 @@ from torch.utils.data import DataLoader
 
 from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS
 from stackexp.models.cross_entropy import compute_losses
-from stackexp.modules.base import TrainingModule
+from stackexp.modules.base import Batch, TrainingModule
 from stackexp.modules.metrics import SequenceScores
-
-Batch = dict[str, Tensor]
-"""tokens int64 [B, T], targets int64 [B, O], index int64 [B]; see `datamodules.arithmetic`."""
 
 
 class Arithmetic(TrainingModule):
@@ -23,6 +20,8 @@ class Arithmetic(TrainingModule):
 
     Accuracy is the share of answers with every symbol right, each predicted from the right ones before it. That equals
     the accuracy of greedy generation: a first wrong symbol makes an answer wrong either way.
+
+    A batch has tokens int64 [B, T], targets int64 [B, O] and index int64 [B]; see `datamodules.arithmetic`.
     """
 
     sample_name = "problems"

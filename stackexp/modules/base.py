@@ -28,11 +28,11 @@ from stackexp.models.transformer import DecoderOutput
 from stackexp.models.warm_start import WarmStart
 from stackexp.models.weight_average import WeightAverage
 from stackexp.modules.metrics import ItemSums
-from stackexp.modules.probes import probe_memories, read_first_rows
-from stackexp.modules.spike_detection import SpikeDetector
-from stackexp.modules.step_metrics import StepMetrics
+from stackexp.modules.step_metrics import SpikeDetector, StepMetrics, probe_memories, read_first_rows
 
 log = logging.getLogger(__name__)
+Batch = dict[str, Any]
+"""What a data module's loader yields: tensors by name, and numpy arrays and numbers that stay on the CPU."""
 
 
 class TrainingModule(pl.LightningModule):
@@ -85,7 +85,7 @@ class TrainingModule(pl.LightningModule):
         """Return an empty metric for an evaluation set."""
         raise NotImplementedError
 
-    def update_set_metric(self, metric: ItemSums, batch: dict[str, Any]) -> None:
+    def update_set_metric(self, metric: ItemSums, batch: Batch) -> None:
         """Score one batch of an evaluation set."""
         raise NotImplementedError
 
@@ -276,7 +276,7 @@ class TrainingModule(pl.LightningModule):
         ]
         self.set_metrics = {}
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Score one batch. After the last batch of a set, its scores are in `set_metrics`.
 
         During training, the memory is also measured on the first rows of each set.

@@ -9,18 +9,17 @@ from torch.utils.data import DataLoader
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.data.evaluation_sets import EvaluationSet
 from stackexp.models.cross_entropy import NextTokenLoss
-from stackexp.modules.base import TrainingModule
+from stackexp.modules.base import Batch, TrainingModule
 from stackexp.modules.metrics import ChunkLosses
 from stackexp.modules.scores import Scores, compute_set_scores, tag_scores
-
-Batch = dict[str, Tensor]
-"""tokens int64 [B, T]; index int64 [B], see `datamodules.pretraining.PretrainingData`."""
 
 
 class LanguageModeling(TrainingModule):
     """Next-token prediction: L = L_LM + lambda x mean action entropy (+ z_loss x mean squared log-partition function).
 
     As in OLMo, a sample of T tokens gives T - 1 predictions.
+
+    A batch has tokens int64 [B, T] and index int64 [B]; see `datamodules.pretraining.PretrainingData`.
     """
 
     def __init__(self, config: ExperimentConfig, weights: Path | None = None):

@@ -1,12 +1,20 @@
-"""Optimizers and their parameter groups."""
+"""Optimizers with their parameter groups, and learning rate schedules."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stackexp.config.optimizer import AdamWConfig, MuonConfig
+from stackexp.config.optimizer import (
+    AdamWConfig,
+    CosineConfig,
+    LinearConfig,
+    MuonConfig,
+    ScheduleConfig,
+    WarmupStableDecayConfig,
+)
 from stackexp.errors import RunError
 
 
@@ -145,3 +153,42 @@ class MuonAdamW(torch.optim.Optimizer):
         self._muon.step()
         self._adamw.step()
         return loss
+
+
+# Schedules: the factor of the learning rate at a step, counted from 1
+
+Schedule = Callable[[int], float]
+
+
+def build_cosine(config: CosineConfig, max_steps: int) -> Schedule:
+    """Build warmup, then a half cosine to `final_fraction` at `max_steps`."""
+    decay_steps = max_steps - config.warmup_steps
+    return _build(config, max_steps, decay_steps, lambda progress: 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def build_linear(config: LinearConfig, max_steps: int) -> Schedule:
+    """Build warmup, then a linear decay to `final_fraction` at `max_steps`."""
+    return _build(config, max_steps, max_steps - config.warmup_steps, lambda progress: 1 - progress)
+
+
+def build_warmup_stable_decay(config: WarmupStableDecayConfig, max_steps: int) -> Schedule:
+    """Build warmup, a constant rate, and a decay over the last steps (SmolLM's recipes)."""
+    shapes = {"linear": lambda progress: 1 - progress, "one_minus_sqrt": lambda progress: 1 - math.sqrt(progress)}
+    return _build(config, max_steps, config.count_decay_steps(max_steps), shapes[config.decay])
+
+
+def _build(config: ScheduleConfig, max_steps: int, decay_steps: int, shape: Callable[[float], float]) -> Schedule:
+    """Build linear warmup from 0 to 1, then a constant 1, then a decay over the last `decay_steps`.
+
+    The decay is final_fraction + (1 - final_fraction) * shape, with `shape` a function of the progress from 0 to 1.
+    """
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return step / config.warmup_steps
+        if step <= max_steps - decay_steps:
+            return 1.0
+        progress = min(1.0, (step - (max_steps - decay_steps)) / decay_steps)
+        return config.final_fraction + (1 - config.final_fraction) * shape(progress)
+
+    return factor

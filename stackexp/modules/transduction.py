@@ -10,11 +10,8 @@ from torch.utils.data import DataLoader
 from stackexp.datamodules.formal_language import LengthSet
 from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS
 from stackexp.models.cross_entropy import compute_losses
-from stackexp.modules.base import TrainingModule
+from stackexp.modules.base import Batch, TrainingModule
 from stackexp.modules.metrics import SequenceScores
-
-Batch = dict[str, Any]
-"""tokens int64 [B, L + O], targets int64 [B, O], mask bool [B, O]; see `datamodules.formal_language`."""
 
 
 class Transduction(TrainingModule):
@@ -24,6 +21,8 @@ class Transduction(TrainingModule):
     the share of correct symbols among those that the mask counts. `trainer.z_loss` adds z_loss x mean squared
     log-partition function. `data.label_smoothing` applies to the objective, not to the logged loss. Evaluation sets
     are lengths: `set_metrics` is {length_041: {accuracy, loss, sequences}, ...}.
+
+    A batch has tokens int64 [B, L + O], targets int64 [B, O] and mask bool [B, O]; see `datamodules.formal_language`.
     """
 
     sample_name = "lengths"

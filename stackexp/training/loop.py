@@ -19,8 +19,7 @@ from stackexp.terminal import set_up_log, wrap_text
 from stackexp.training.callbacks.downstream import load_tasks
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.loggers import build_loggers
-from stackexp.training.objectives import build_objective
-from stackexp.training.objectives.base import Objective, Session
+from stackexp.training.objectives import Objective, Session, build_objective
 from stackexp.training.processes import start_processes
 from stackexp.training.resume import Start, find_start
 from stackexp.training.signals import StopRequest

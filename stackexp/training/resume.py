@@ -89,7 +89,7 @@ def _resume_newest(run: RunFolder, config: ExperimentConfig, overridden: Collect
         except DamagedCheckpointError as error:
             if older is None:
                 raise
-            log.warning("%s", str(error).replace("use an older one", f"resuming from {older.name} instead"))
+            log.warning("%s: damaged (%s); resuming from %s instead", path, error.reason, older.name)
     raise RunError(f"{run.checkpoints}: no checkpoint")
 
 

@@ -8,7 +8,7 @@ from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evalua
 from stackexp.files import write_json
 from stackexp.modules.arithmetic import Arithmetic
 from stackexp.tables import format_table
-from stackexp.training.objectives.base import Objective, Session
+from stackexp.training.objectives import Objective, Session
 
 
 class ArithmeticObjective(Objective):

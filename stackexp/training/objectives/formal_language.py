@@ -14,7 +14,7 @@ from stackexp.models import checkpoints
 from stackexp.modules.transduction import Transduction, average_lengths
 from stackexp.runs import RunFolder
 from stackexp.tasks import TASKS
-from stackexp.training.objectives.base import Objective, Session, average_last
+from stackexp.training.objectives import Objective, Session, average_last
 from stackexp.training.tensorboard import write_points
 
 log = logging.getLogger(__name__)
