@@ -1,14 +1,20 @@
-"""The training callbacks, each without a Trainer: throughput, stop and save requests, and their order."""
+"""The training callbacks, each without a Trainer: order, throughput, stop and save requests, profiles."""
 
+import itertools
+import json
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from config_files import BASE, compose_error
+from forks import Forks
+from records import losses, only_run
 
 from stackexp.config.compose import compose
-from stackexp.errors import InterruptedRunError
+from stackexp.errors import InterruptedRunError, StoppedError
 from stackexp.modules.step_metrics import StepMetrics
 from stackexp.runs import RunFolder
 from stackexp.training import signals
@@ -19,7 +25,7 @@ from stackexp.training.callbacks.steps import StepRequests, Throughput, get_peak
 from stackexp.training.checkpointing import RunState
 from stackexp.training.lightning_internals import rescale_progress
 from stackexp.training.resume import Start
-from stackexp.training.signals import StopRequest, parse_seconds
+from stackexp.training.signals import STOP_SIGNALS, StopRequest, parse_seconds
 from stackexp.training.trainer import build_callbacks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -168,12 +174,12 @@ def cuda_states(monkeypatch) -> dict[torch.device, torch.Tensor]:
 def save_state(device: torch.device) -> dict:
     checkpoint, config = {}, compose(["quickstart"])
     module = SimpleNamespace(config=config, tokens=0)
-    RunState(RunFolder(Path())).on_save_checkpoint(make_trainer(device), module, checkpoint)
+    RunState(RunFolder(Path())).on_save_checkpoint(make_device_trainer(device), module, checkpoint)
     progress = {name: {"ready": 0, "completed": 0} for name in ("total", "current")}
     return checkpoint | {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}
 
 
-def make_trainer(device: torch.device) -> SimpleNamespace:
+def make_device_trainer(device: torch.device) -> SimpleNamespace:
     return SimpleNamespace(strategy=SimpleNamespace(root_device=device))
 
 
@@ -184,7 +190,7 @@ def test_every_rank_restores_the_cuda_state_of_rank_0(cuda_states):
     cuda_states[first] = torch.tensor([8], dtype=torch.uint8)
     for device in cuda_states:
         RunState(RunFolder(Path())).on_load_checkpoint(
-            make_trainer(device), SimpleNamespace(config=compose(["quickstart"])), checkpoint
+            make_device_trainer(device), SimpleNamespace(config=compose(["quickstart"])), checkpoint
         )
     assert [state.item() for state in cuda_states.values()] == [7, 7]
 
@@ -194,7 +200,7 @@ def test_a_checkpoint_of_cpus_has_no_cuda_state(cuda_states):
     assert checkpoint["stackexp"]["cuda_rng"] is None
     for device in (CPU, *cuda_states):
         RunState(RunFolder(Path())).on_load_checkpoint(
-            make_trainer(device), SimpleNamespace(config=compose(["quickstart"])), checkpoint
+            make_device_trainer(device), SimpleNamespace(config=compose(["quickstart"])), checkpoint
         )
     assert [state.item() for state in cuda_states.values()] == [0, 1]
 
@@ -207,3 +213,122 @@ def test_progress_is_rescaled_to_another_number_of_micro_batches_per_step():
     assert progress == {"total": {"ready": 3, "completed": 2}, "current": {"ready": 2, "completed": 1}}
     rescale_progress(checkpoint, before=1, now=2)
     assert progress == {"total": {"ready": 6, "completed": 5}, "current": {"ready": 4, "completed": 3}}
+
+
+class Stop:
+    is_set = True
+
+    def note_progress(self):
+        pass
+
+    def build_error(self):
+        return StoppedError("SIGTERM")
+
+
+def make_trainer(step, fn="fit"):
+    return SimpleNamespace(global_step=step, state=SimpleNamespace(fn=fn))
+
+
+def end_validation_batch(requests, trainer):
+    requests.on_validation_batch_end(trainer, SimpleNamespace(device=torch.device("cpu")))
+
+
+def test_an_unsaved_step_is_not_lost():
+    requests = StepRequests(Stop())
+    requests.on_train_start(make_trainer(0), None)
+    end_validation_batch(requests, make_trainer(6))
+    requests.on_save_checkpoint(make_trainer(4), None, {})
+    end_validation_batch(requests, make_trainer(6))
+
+
+def test_a_validation_of_a_saved_step_stops_at_once():
+    requests = StepRequests(Stop())
+    requests.on_train_start(make_trainer(0), None)
+    requests.on_save_checkpoint(make_trainer(6), None, {})
+    with pytest.raises(StoppedError):
+        end_validation_batch(requests, make_trainer(6))
+    resumed = StepRequests(Stop())
+    resumed.on_train_start(make_trainer(6), None)
+    with pytest.raises(StoppedError):
+        end_validation_batch(resumed, make_trainer(6))
+
+
+@pytest.mark.parametrize("fn", ["validate", "test"])
+def test_an_evaluation_stops_at_once(fn):
+    with pytest.raises(StoppedError):
+        end_validation_batch(StepRequests(Stop()), make_trainer(6, fn))
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.01, 16), (1.0, 5), (60.0, 1)])
+def test_processes_check_for_a_stop_at_least_every_few_seconds(monkeypatch, seconds, expected):
+    """Each check is an all-reduce, so batches between two checks depend only on values that all ranks share."""
+    now, checks = [0.0], []
+    monkeypatch.setattr(steps.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(steps.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(steps.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(steps.dist, "all_reduce", lambda shared: checks.append(now[0] / seconds) or shared.mul_(2))
+    stop = Stop()
+    stop.is_set = False
+    requests = StepRequests(stop)
+    for _ in range(64):
+        now[0] += seconds
+        end_validation_batch(requests, make_trainer(6, "validate"))
+    assert checks[0] == 1
+    assert {round(later - earlier) for earlier, later in itertools.pairwise(checks)} == {expected}
+
+
+def test_a_stop_is_requested_even_if_nobody_reads_its_announcement(monkeypatch):
+    """Ctrl-C in `fit 2>&1 | tee log` also ends tee."""
+
+    def fail(*_) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "write", fail)
+    for number in (*STOP_SIGNALS, signal.SIGINT):
+        stop = StopRequest(None, grace_seconds=60)
+        stop._handle(number, None)
+        assert stop.is_set
+        stop.end_grace_period()
+
+
+def count_optimizer_steps(run, steps):
+    events = json.loads((run.path / "profile" / f"trace-{steps}.json").read_text())["traceEvents"]
+    return sum(event.get("name", "").startswith("Optimizer.step#AdamW") for event in events)
+
+
+@pytest.mark.process
+def test_a_trace_holds_the_chosen_steps(tiny, tmp_path):
+    forks = Forks(tmp_path)
+    options = ("trainer.max_steps=6", "schedule.warmup_steps=0", "data.micro_batch_size=4")
+    printed = forks.run("fit", "--config", tiny, *options, "trainer.profile=2-4")
+    run = only_run(tmp_path / "runs")
+    assert f"profile of steps 2-4: {run.path}/profile/trace-2-4.json" in printed
+    assert count_optimizer_steps(run, "2-4") == 3
+    forks.run("fit", "--config", tiny, *options, "name=plain")
+    assert losses(run) == losses(only_run(tmp_path / "runs", "plain")), "the profiler changes no value"
+    forks.run("fit", "--config", tiny, *options, "trainer.profile=5-99", "name=long")
+    assert count_optimizer_steps(only_run(tmp_path / "runs", "long"), "5-6") == 2, "the run ended after step 6"
+
+
+@pytest.mark.process
+def test_a_stop_does_not_lose_the_profile(tiny, tmp_path):
+    options = ("trainer.max_time=00:00:00:00", "trainer.profile=1-4")
+    forks = Forks(tmp_path)
+    forks.run("fit", "--config", tiny, *options, expect=75)
+    run = only_run(tmp_path / "runs")
+    assert count_optimizer_steps(run, "1-1") == 1
+    forks.run("fit", "--run", str(run.path), "trainer.max_time=null")
+    assert count_optimizer_steps(run, "1-1") == 1, "the resumed run writes a file of its own"
+    assert count_optimizer_steps(run, "2-4") == 3
+
+
+@pytest.mark.parametrize("steps", ["10", "0-3", "5-4", "a-b", "3-"])
+def test_steps_are_checked(steps):
+    error = compose_error([BASE], f"trainer.profile={steps}")
+    assert "trainer.profile: expected two steps such as 10-15, found" in error
+
+
+def test_steps_after_the_end_are_refused():
+    error = compose_error([BASE], "trainer.max_steps=12", "schedule.warmup_steps=0", "trainer.profile=13-20")
+    assert "trainer.profile: starts after the last step, trainer.max_steps 12; use earlier steps" in error

@@ -1,4 +1,4 @@
-"""Evaluation metrics: the scores of a set depend on neither the batch size nor the number of ranks."""
+"""Metrics of evaluation sets, means over one optimizer step, and requests to all ranks."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch
 
 from stackexp.modules.metrics import ChunkLosses, SequenceScores
 from stackexp.modules.scores import compute_set_scores
+from stackexp.modules.step_metrics import StepMetrics
 
 NUM_CHUNKS, LENGTH = 23, 6
 
@@ -79,3 +80,35 @@ def test_scores_of_a_length_do_not_depend_on_its_batches():
     assert whole["loss"] == pytest.approx(losses.mean().item(), rel=1e-12)
     assert whole["sequences"] == 10
     assert score([3, 1, 2], [9, 8, 7, 0, -1], [4, 5, 6, -1]) == whole
+
+
+def test_values_are_averaged_over_micro_batches():
+    metrics = StepMetrics()
+    for loss in (1.0, 2.0, 6.0):
+        metrics.add("loss", torch.tensor(loss))
+    metrics.add("norm", torch.tensor(0.5, requires_grad=True))
+    assert metrics.drain() == {"loss": 3.0, "norm": 0.5}
+    assert metrics.drain() == {}
+
+
+def test_floats_are_averaged_and_keep_their_order():
+    metrics = StepMetrics()
+    for loss, length in ((1.0, 4.0), (2.0, 7.0)):
+        metrics.add("lr", 0.1)
+        metrics.add("loss", torch.tensor(loss))
+        metrics.add("length", length)
+    drained = metrics.drain()
+    assert drained == {"lr": pytest.approx(0.1), "loss": 1.5, "length": 5.5}
+    assert list(drained) == ["lr", "loss", "length"]
+
+
+def test_requests_travel_with_the_metrics():
+    metrics = StepMetrics()
+    metrics.add("loss", torch.tensor(1.0))
+    metrics.request("stop", False)
+    metrics.request("save", True)
+    assert metrics.drain() == {"loss": 1.0}
+    assert metrics.requests == {"save"}
+    metrics.request("save", False)
+    assert metrics.drain() == {}
+    assert metrics.requests == set()

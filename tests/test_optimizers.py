@@ -1,4 +1,4 @@
-"""Parameter groups of the optimizer."""
+"""Optimizers, their parameter groups, and learning rate schedules."""
 
 import copy
 
@@ -9,10 +9,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from stackexp.config import registry
 from stackexp.config.compose import compose
-from stackexp.config.optimizer import AdamWConfig, MuonConfig
+from stackexp.config.optimizer import AdamWConfig, CosineConfig, LinearConfig, MuonConfig, WarmupStableDecayConfig
 from stackexp.errors import RunError
 from stackexp.models.memories.base import Memory
-from stackexp.modules.optimizers import build_adamw, build_muon
+from stackexp.modules.optimizers import build_adamw, build_cosine, build_linear, build_muon, build_warmup_stable_decay
 
 SMALL = ["model.hidden_size=32", "model.intermediate_size=32"]
 
@@ -129,3 +129,28 @@ def test_a_memory_names_matrices_without_decay():
     names = {p: name for name, p in model.named_parameters()}
     groups = build_muon(MuonConfig(), model).param_groups
     assert "layers.0.memory.action_bias" not in {names[p] for p in groups[0]["params"]}
+
+
+WARMUP = {"warmup_steps": 10}
+COSINE = build_cosine(CosineConfig(**WARMUP, final_fraction=0.2), 110)
+LINEAR = build_linear(LinearConfig(**WARMUP, final_fraction=0.2), 110)
+
+
+def build_wsd(max_steps: int, **options):
+    return build_warmup_stable_decay(WarmupStableDecayConfig(**WARMUP, **options), max_steps)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (COSINE, {0: 0, 5: 0.5, 10: 1, 60: 0.6, 110: 0.2}),
+        (LINEAR, {0: 0, 10: 1, 35: 0.8, 110: 0.2, 120: 0.2}),
+        (build_linear(LinearConfig(warmup_steps=0, final_fraction=0), 4), {0: 1, 1: 0.75, 4: 0}),
+        (build_wsd(100, decay_steps=40, decay="linear"), {5: 0.5, 10: 1, 60: 1, 80: 0.5, 100: 0}),
+        (build_wsd(100, decay_steps=40, final_fraction=0.5), {60: 1, 70: 0.75, 100: 0.5}),
+        (build_wsd(80, decay_fraction=0.25, decay="linear"), {60: 1, 70: 0.5, 80: 0}),
+        (build_wsd(80, decay_fraction=0.0), {5: 0.5, 79: 1, 80: 1}),
+    ],
+)
+def test_learning_rate_at_chosen_steps(schedule, expected):
+    assert {step: schedule(step) for step in expected} == pytest.approx(expected)

@@ -14,6 +14,7 @@ from records import only_run
 
 from stackexp.cli import main
 from stackexp.config.experiment import LoggingConfig
+from stackexp.progress_bar import open_bar
 from stackexp.terminal import format_duration
 from stackexp.training.callbacks import metrics_log
 from stackexp.training.callbacks.metrics_log import Progress
@@ -130,3 +131,26 @@ def test_durations_have_two_units():
     assert [format_duration(s) for s in (0.4, 42, 185, 7800, 273600)] == [
         *("0 s", "42 s", "3 min 5 s", "2 h 10 min", "3 d 4 h")
     ]
+
+
+def test_a_log_gets_the_first_and_the_last_frame_as_lines(capsys):
+    for _ in open_bar(range(10), desc="reading"):
+        pass
+    printed = capsys.readouterr().err
+    assert "\r" not in printed
+    first, last = printed.splitlines()
+    assert first.startswith("reading:   0%")
+    assert last.startswith("reading: 100%")
+    assert len(last) <= 80
+
+
+def test_a_bar_that_is_removed_at_its_end_leaves_no_empty_line(capsys):
+    with open_bar(desc="set.npy", total=3, leave=False) as bar:
+        bar.update(3)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("set.npy:   0%")
+
+
+def test_a_disabled_bar_prints_nothing(capsys):
+    assert list(open_bar(range(3), disable=True)) == [0, 1, 2]
+    assert capsys.readouterr().err == ""
