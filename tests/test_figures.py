@@ -56,15 +56,3 @@ def test_no_text_of_the_figures_is_cut(models, tmp_path, monkeypatch):
                 box = text.get_window_extent()
                 assert 0 <= box.x0 < box.x1 <= figure.bbox.width, text
                 assert 0 <= box.y0 < box.y1 <= figure.bbox.height, text
-
-
-def test_names_that_look_like_formulas_are_drawn_as_text(tmp_path):
-    figure, axes = new_figure(4, 3)
-    (curve,) = axes.plot([1, 10], [2.0, 1.0], label=r"$\x$")
-    label_curves(axes, {r"$\frac$": curve})
-    axes.set_yticks([1, 2], [r"$\y$", "$H$"])
-    axes.set(title=r"$_$", xscale="log")
-    axes.legend()
-    save_figure(figure, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert [label.get_parse_math() for label in axes.get_yticklabels()] == [False, True]

@@ -61,8 +61,6 @@ def save_figure(figure: Any, path: Path) -> None:
     from matplotlib.mathtext import MathTextParser
     from matplotlib.text import Text
 
-    for axes in figure.axes:
-        axes.get_xticklabels(), axes.get_yticklabels()  # creates the texts
     for text in figure.findobj(Text):
         if text.get_text().count("$") > 1:
             try:
