@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PART_CHARACTERS = 1 << 18  # read at a time from a text file
 MAX_LINE_BYTES = 1 << 28  # decompressed
 ZSTD_READ_BYTES = 1 << 10  # one byte can decompress to 256 KiB
+ROUNDED_KINDS = {"halffloat": "float16", "float": "float32"}  # pyarrow's and numpy's names
 BATCH_ROWS = 256
 BUFFER_BYTES = 1 << 20  # per parquet column; without it, pyarrow reads the whole column of a row group
 
@@ -302,8 +303,9 @@ def _find_columns(source: Source, schema: "pa.Schema", columns: Columns) -> tupl
             condition.accepts(_make_sample(condition.column, kind))
         except ValueError as e:
             raise RunError(f"{source.path}: --filter '{condition}': {e}; correct or remove the filter") from e
-        if rounded := {"halffloat": np.float16, "float": np.float32}.get(str(kind)):
-            condition = replace(condition, value=repr(float(rounded(condition.parse_number(float)))))
+        if str(kind) in ROUNDED_KINDS:
+            rounded = np.array(condition.parse_number(float), ROUNDED_KINDS[str(kind)])
+            condition = replace(condition, value=repr(float(rounded)))
         filters.append(condition)
     return list(dict.fromkeys(names)), Columns(columns.text, tuple(filters))
 
