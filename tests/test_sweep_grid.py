@@ -226,7 +226,7 @@ def test_errors_name_file_line_and_nearest_valid_name():
         ({"seeds": [1.5]}, "seeds: expected"),
         ({"axes": {"config": [5]}, "center": {"config": "quickstart"}}, "axes.config: expected the name"),
         *(({"tokens": value}, "tokens: expected a number > 0") for value in ("x", [1], {"a": 1}, float("nan"))),
-        ({"tokens": float("inf")}, "tokens: expected a number > 0"),
+        *(({"tokens": value}, "tokens: expected a number > 0") for value in (float("inf"), 10**400)),
         *(
             ({"grid": {"tokens": [value]}}, "study.yaml:4: grid.tokens: expected a number of tokens > 0")
             for value in ("x", [1], {"a": 1}, float("nan"), float("inf"), 0, True, None)
@@ -236,6 +236,12 @@ def test_errors_name_file_line_and_nearest_valid_name():
 )
 def test_invalid_values_are_errors_of_one_line(keys, message):
     assert message in get_error(**keys)
+
+
+@pytest.mark.parametrize("section", ["grid", "axes", "center", "resources"])
+def test_sections_may_be_empty(section):
+    sweep = build_sweep(**({"seeds": [1, 2]} | {section: {}}))
+    assert len(sweep.trials) == 2
 
 
 def test_an_unknown_sweep_suggests_the_file_or_folder_of_that_name():

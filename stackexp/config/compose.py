@@ -227,7 +227,7 @@ def _set_value(
             node.merge_with({name: value})
         else:  # merging copies all entries of a mapping, which is slow for thousands
             node[name] = str(value) if hint is str and value is not None else value
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError) as error:  # an integer that is too large for a float
         if isinstance(value, str) and "${" in value:
             raise config_error(origin, key, f"malformed interpolation {value}: {describe_error(error)}") from error
         if message := explain_old_value(key, value):

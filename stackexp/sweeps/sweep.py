@@ -270,8 +270,10 @@ def _find_origins(config: SweepConfig, tree: Tree) -> dict[str, str]:
     """Return the file and line of each searched key, and of `overrides`."""
     named = {"config": "config", "seed": "seeds", "tokens": "tokens", "overrides": "overrides"}
     origins = {key: find_origin(tree[name]) for key, name in named.items() if name in tree}
-    origins |= {f"trainer.{key}": leaf.origin for key, leaf in tree.get("resources", {}).items()}
-    searched = [tree[name] for name in ("center", "axes", "grid") if name in tree]
-    searched += [tree["search"]["space"]] if config.search else []
-    origins |= {key: find_origin(value) for section in searched for key, value in section.items()}
+    sections = {name: tree[name] for name in ("resources", "center", "axes", "grid", "search") if name in tree}
+    sections = {name: section for name, section in sections.items() if isinstance(section, dict)}  # not empty
+    origins |= {f"trainer.{key}": find_origin(leaf) for key, leaf in sections.pop("resources", {}).items()}
+    if search := sections.pop("search", {}):
+        sections["space"] = search["space"]
+    origins |= {key: find_origin(value) for section in sections.values() for key, value in section.items()}
     return origins | {key: find_origin(tree["list"]) for entry in config.list for key in entry}
