@@ -42,7 +42,7 @@ def read_job_logs(study: Study) -> str:
 def test_workers_run_every_trial_once(study, slurm, monkeypatch, capsys):
     """The trial on two nodes waits for the others, because --max-parallel is 2. Rerunning adds no workers."""
     set_trials(study, "abcd", wide="d")
-    study.set_behavior({name: {"seconds": 4} for name in "abc"})
+    study.set_behavior({name: {"wait": True} for name in "abc"})
     assert main(["sweep", "run", str(study.path), *SUBMIT, "--max-parallel", "2", "--dry-run"]) == 0
     scripts = capsys.readouterr().out
     assert "#SBATCH --array=0-1\n" in scripts
@@ -56,6 +56,7 @@ def test_workers_run_every_trial_once(study, slurm, monkeypatch, capsys):
     status = study.run(verb="status")
     assert f"job {read_claim(study.trials[0]).job}" in status
     assert "Slurm jobs: 1 pending (Dependency), 2 running" in status
+    (study.root / "go").touch()
     wait_for_end(slurm)
     assert study.get_states() == [State.DONE] * 4
     assert study.count_attempts() == [1] * 4
@@ -162,10 +163,10 @@ def test_a_worker_is_requeued_when_the_controller_is_back(study, slurm):
 
 @pytest.mark.slow  # Slurm looks at time limits twice a minute
 def test_a_worker_is_requeued_before_the_time_limit(study, slurm):
-    """The warning comes after 15 seconds."""
+    """The warning comes after a minute."""
     set_trials(study, "ab", wide="a")
-    study.write(resources={"time": "0:01:00", "signal_seconds": 45})
-    study.set_behavior({"a": {"seconds": 90}})
+    study.write(resources={"time": "0:02:00", "signal_seconds": 60})
+    study.set_behavior({"a": {"wait": True}})
     study.run(*SUBMIT)
     wait_until(lambda: study.read_steps()[0])
     study.set_behavior({})

@@ -130,7 +130,7 @@ def build_script(sweep: Sweep, array: Array, max_parallel: int | None, retries: 
         [
             "#!/bin/bash",
             *lines,
-            "trap '' USR1 # until the worker handles it",
+            "trap '' USR1 # until the worker starts",
             f"exec {shlex.join(map(str, command))}\n",
         ]
     )

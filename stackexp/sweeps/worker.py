@@ -306,6 +306,7 @@ class Worker:
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         before = {number: signal.signal(number, note) for number in numbers}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         try:
             yield
         finally:

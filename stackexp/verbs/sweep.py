@@ -1,6 +1,7 @@
 """Run sweeps, and show, stop and compare their trials."""
 
 import json
+import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -31,6 +32,8 @@ class Run(Verb):
         parser.add_argument("--worker", action="store_true", help="run as a worker of a Slurm job, as batch scripts do")
 
     def run(self, args: Namespace) -> int:
+        if args.worker:  # the warning before the time limit waits until the worker handles it
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         from stackexp.sweeps.sweep import load_sweep
 
         sweep = load_sweep(args.sweep, args.overrides)
