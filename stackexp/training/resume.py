@@ -95,6 +95,8 @@ def _resume_newest(run: RunFolder, config: ExperimentConfig, overridden: Collect
 
 def _resume_path(path: Path, config: ExperimentConfig, overridden: Collection[str]) -> Start:
     """Resume a checkpoint: in its own run if it is the newest of an unfinished run of this name, else in a branch."""
+    if path.name == checkpoints.EMA:
+        raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, or last")
     run = RunFolder(path.parent.parent)
     is_same_name = run.path.parent.resolve() == Path(config.logging.root, config.name).resolve()
     newest = run.newest_checkpoint()
