@@ -57,8 +57,14 @@ class LoadedRun:
         length, context = len(self.tokenizer.encode(prompt, add_special_tokens=False)), self.config.data.context_length
         if length > context:
             log.warning(f"the prompt has {length:,} tokens, more than the {context:,} of a training sequence")
-        sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-        return continue_text(self.model, self.tokenizer, prompt, **sampling)
+        model: Any = self.model
+        sampling: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "seed": seed,
+        }
+        return continue_text(model, self.tokenizer, prompt, **sampling)
 
 
 def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRun:

@@ -78,9 +78,9 @@ def open_run_model(run: str, ckpt_path: str | None, batch_size: int) -> Benchmar
         loaded = load_run(run, checkpoint)
         if loaded.tokenizer is None:
             raise RunError(f"{run}: the tokenizer of the training data is unknown; benchmarks require it")
-        model = loaded.model.to(find_device_type(config))
-        options = {"batch_size": batch_size, "precision": config.trainer.precision, "after_batch": after_batch}
-        return RunModel(model, loaded.tokenizer, config.data.context_length, **options)
+        model: Any = loaded.model.to(find_device_type(config))
+        options: dict[str, Any] = {"batch_size": batch_size, "precision": config.trainer.precision}
+        return RunModel(model, loaded.tokenizer, config.data.context_length, after_batch=after_batch, **options)
 
     tokens = None if step is None else step * config.data.global_batch_tokens
     identity = [identify_checkpoint(checkpoint), list_figure_options(config)]
