@@ -160,7 +160,7 @@ def test_the_report_of_actions_needs_a_stack(tmp_path, monkeypatch, capsys):
     assert error.endswith(", and 2 more\n"), "no advice to use a stack"
     write_run(Path("started", "d"), "model.memory=stacktrans")
     assert cli.main(["report", "actions", "started"]) == 1
-    assert "started: d: unfinished: `python -m stackexp fit --run started/d`" in capsys.readouterr().err
+    assert "`python -m stackexp fit --run RUN` resumes one: started/d" in capsys.readouterr().err
 
 
 def test_inspect_accepts_the_symbols_and_the_set_of_arithmetic(tmp_path, capsys):
