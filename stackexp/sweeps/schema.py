@@ -142,8 +142,8 @@ class SweepConfig:
         for number, entry in enumerate(self.list, 1):
             if isinstance(name := entry.get("name", ""), bool) or not isinstance(name, str | int | float):
                 yield "list", f"entry {number}: name: expected text, found {name!r}"
-            values = [(key, value) for key, value in entry.items() if key != "name"]
-            yield from (("list", f"entry {number}: {key}: {message}") for key, message in _check_values(values))
+            pairs = ((key, value) for key, value in entry.items() if key != "name")
+            yield from (("list", f"entry {number}: {key}: {message}") for key, message in _check_values(pairs))
 
     def _find_duplicate_keys(self) -> Errors:
         for section, searched in {"grid": self.grid, "axes": self.axes}.items():

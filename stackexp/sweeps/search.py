@@ -104,7 +104,7 @@ class Study:
                 rung *= prune.reduction_factor
             if self._judged.get(trial, 0) < rung <= newest:
                 self._judged[trial] = rung
-                found = {t: value for t in self._sweep.trials if (value := _find_value(t, rung, prune.metric))}
+                found = {t: pair for t in self._sweep.trials if (pair := _find_value(t, rung, prune.metric))}
                 sign = -1 if "accuracy" in prune.metric else 1
                 ranked = sorted(sign * value for _, value in found.values())
                 if sign * found[trial][1] > ranked[max(0, len(ranked) // prune.reduction_factor - 1)]:
