@@ -30,7 +30,10 @@ def load_tasks(config: ExperimentConfig, tokenizer: Tokenizer | None) -> list[An
         return []
     if tokenizer is None:
         raise RunError("evaluation.tasks: the tokenizer of the training data is unknown; prepare them with a tokenizer")
-    from stackexp.evaluation.benchmarks.tasks import TaskLoader
+    from stackexp.evaluation.benchmarks.tasks import TaskLoader, check_installed
+
+    check_installed()
+    import stackexp.evaluation.benchmarks.evaluate  # noqa: F401  # takes seconds, in which other ranks would wait
 
     loader = TaskLoader(Path(section.datasets) if section.datasets else None)
     tasks = [loader.load(name) for name in loader.expand(section.tasks)]
