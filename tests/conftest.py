@@ -136,10 +136,10 @@ def server(monkeypatch):
     from file_server import FileServer
     from olmo_files import CONTENT
 
-    from stackexp.data import download
+    from stackexp.data import fetch
 
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(download, "MAX_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(fetch, "MAX_PAUSE_SECONDS", 0.0)
     with FileServer() as server:
         server.files = {olmo_set.path: content for olmo_set, content in CONTENT.items()}
         yield server

@@ -1,7 +1,6 @@
 """Token data for language modeling: a training set of shards, and named evaluation sets."""
 
 import hashlib
-import logging
 import math
 import re
 from collections.abc import Mapping
@@ -19,14 +18,13 @@ from stackexp.config.data import DataConfig, ShardsConfig, StdlibConfig, StreamC
 from stackexp.data import olmo
 from stackexp.data.evaluation_sets import EvaluationSet, find_sets, open_set
 from stackexp.data.path_checks import DataPaths, check_requested_sets, explain_unknown_set, format_prepare_options
-from stackexp.data.shards import TokenSet, choose_token_dtype
+from stackexp.data.shards import TokenSet
 from stackexp.data.stdlib import prepare_stdlib
 from stackexp.data.token_files import Chunks
 from stackexp.data.tokenizer import KnownTokenizer, count_token_bytes, get_end_of_text_id
 from stackexp.datamodules.base import PADDING, ExperimentData, RankBatches
 from stackexp.errors import RunError, SetNameError
 
-log = logging.getLogger(__name__)
 SHUFFLE_BLOCK = 4_000_000  # sequences over all canonical nodes; the library's default, which determines the order
 MIN_SHUFFLE_BLOCK = 1 << 18  # sequences per canonical node
 SIZE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -281,8 +279,6 @@ class TrainingSet:
         self._check_nodes(trainer.world_size // trainer.num_devices)
         set_world(trainer.global_rank, trainer.world_size, trainer.num_devices)
         limit = None if options.cache_limit is None else parse_size(options.cache_limit)
-        if limit is not None and trainer.global_rank == 0:
-            self._warn_about_small_cache(limit)
         sources = [TokenSource(s.tokens.folder, s.sequences, s.remote, *self._downloads) for s in self.sources]
         batch_bytes = config.micro_batch_size * config.context_length * 8 * (2 if config.document_mask else 1)
         samples = sum(source.sequences for source in self.sources)
@@ -329,20 +325,6 @@ class TrainingSet:
             raise RunError(
                 f"data.num_canonical_nodes: {canonical} and the {nodes} nodes of this run must divide one another; "
                 f"set data.num_canonical_nodes={nodes}"
-            )
-
-    def _warn_about_small_cache(self, limit: int) -> None:
-        """Warn if the shards of a shuffle block do not fit into the cache."""
-        cached = [source for source in self.sources if source.remote]
-        # In a mixture, all shards of a block are replaced at once, so the cache holds the shards of two blocks.
-        block = self._shuffle_block * (2 if self._is_mixture else 1) if self.config.shuffle else 0
-        itemsize = choose_token_dtype(self.tokens.corpus.vocab_size).itemsize
-        size = min(sum(len(s.tokens) for s in cached), block) * self.config.context_length * itemsize
-        if limit < size:
-            log.warning(
-                "data.cache_limit: %s bytes are less than the %s bytes that are shuffled together, so shards will be "
-                "downloaded several times per epoch; raise the limit to avoid this",
-                *(f"{limit:,}", f"{size:,}"),
             )
 
     def _open_source(self, name: str, stream: StreamConfig) -> TrainingSource:
