@@ -223,11 +223,6 @@ def test_selective_recomputation_computes_attention_once(backend, recompute):
     assert sum(kernels[forward:]) == (2 if recompute is True else 0)
 
 
-def test_torch_varlen_operator_has_a_saved_prefix():
-    assert torch.nn.attention.varlen
-    assert str(torch.ops.torch_attn._varlen_attn.default).startswith(SAVED_OPERATOR_PREFIXES)
-
-
 @torch.no_grad()
 def test_flex_compiles_to_one_graph():
     model, documents = make_model("flex", dtype=torch.float32, num_layers=1), compute_document_ids(TOKENS, END)

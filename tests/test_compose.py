@@ -10,7 +10,6 @@ import pytest
 from config_files import BASE, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import DictConfig
 
 from stackexp.config import yaml_files
 from stackexp.config.compose import compose, load_config, to_dict, to_yaml
@@ -207,17 +206,3 @@ def test_text_is_kept_as_written(tmp_path):
         assert found == (name, "2025_07", "10:00:00:00", "1e3")
         (tmp_path / "config.yaml").write_text(to_yaml(config))
         assert load_config(tmp_path / "config.yaml") == config
-
-
-def test_thousands_of_validation_sets_are_added_one_by_one(monkeypatch):
-    """Merging copies all sets for each new one; 4,000 sets took 24 s."""
-    merges = []
-    merge_with = DictConfig.merge_with
-    monkeypatch.setattr(DictConfig, "merge_with", lambda self, *args: merges.append(args) or merge_with(self, *args))
-    write(
-        "many.yaml",
-        "\n".join(["data:", "  kind: shards", "  path: x", "  validation:", *(f"    s{i}: p{i}" for i in range(500))]),
-    )
-    config = compose([BASE, "many.yaml"])
-    assert len(config.data.validation) == 500
-    assert len(merges) < 50

@@ -29,11 +29,6 @@ def test_parameter_shapes_match_paper():
     assert gated == expected | {"feedback": (12, 5), "feedback_token": (10, 12), "feedback_read": (10, 6)}
 
 
-def test_gate_is_one_dimensional_and_starts_at_one():
-    """FSDP2 does not support zero-dimensional parameters."""
-    assert make_memory().gate.tolist() == [1.0]
-
-
 def compute_output(memory, h, read):
     """Compute h' from the concatenated reads of all heads [..., H * D]."""
     up = memory.up
@@ -174,10 +169,3 @@ def test_additive_mask_reads_one_slot_and_gives_query_no_gradient():
     top = make_memory(axis="time", read="top")
     top.load_state_dict({name: value for name, value in memory.state_dict().items() if name != "query"})
     torch.testing.assert_close(out, top(h, top.empty_state(h))[0])  # the occupied-most slot is the top
-
-
-def test_single_slot_gives_query_no_gradient():
-    """With S = 1, the global read is a softmax over one slot."""
-    memory, h = make_memory(num_slots=1), hidden_states()
-    out, _, _ = memory(h, memory.empty_state(h))
-    assert (torch.autograd.grad(out.sum(), memory.query)[0] == 0).all()

@@ -33,13 +33,6 @@ def test_action_bias_starts_at_push_and_is_learned():
     assert torch.autograd.grad(new_h.sum(), memory.action_bias)[0].abs().sum() > 0
 
 
-def test_init_std_applies_to_all_weights_but_the_gate():
-    memory = make_memory(hidden_size=1024, num_heads=4, head_dim=64, init_std=0.02)
-    for name in ("down", "up", "actions", "query"):
-        assert getattr(memory, name).std().item() == pytest.approx(0.02, rel=0.15)
-    assert memory.gate.item() == 1
-
-
 @pytest.mark.parametrize("option", ["push_norm=head", "action_bias=2"])
 def test_options_that_break_the_linear_feedback_are_refused(option):
     feedback = ["model.memory.axis=time", "model.memory.feedback=true"]

@@ -182,28 +182,6 @@ def test_output_vocab_size_shrinks_the_output_head(memory):
     assert plain.flops_per_token(T) - model.flops_per_token(T) == 6 * (VOCAB - 5) * HIDDEN
 
 
-@pytest.mark.parametrize("positional", KINDS)
-@pytest.mark.parametrize("causal", [True, False])
-def test_lower_precision_logits_match_float64(positional, causal):
-    exact, tokens = make_model(positional=positional, causal=causal), make_tokens()
-    wanted = exact(tokens).logits
-    for dtype, autocast in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
-        model = make_model(dtype=dtype, positional=positional, causal=causal)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits = model(tokens).logits
-        error = (logits.double() - wanted).abs().max() / wanted.abs().max()
-        assert error < (1e-5 if dtype == torch.float32 and not autocast else 0.05)
-        logits.float().sum().backward()
-
-
-@pytest.mark.parametrize("positional", KINDS)
-def test_activation_checkpointing_preserves_gradients(positional):
-    model, gradients = make_model(positional=positional), []
-    for model.checkpoint_blocks in (False, True):
-        gradients.append(torch.autograd.grad(model(make_tokens()).logits.logsumexp(-1).sum(), model.parameters()))
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
-
-
 def test_score_scaling_has_the_precision_of_the_model():
     config = TransformerConfig(vocab_size=9, attention_log_base=5)
     scale = compute_query_scale(config, torch.arange(7), like=torch.zeros(1, dtype=torch.float64))

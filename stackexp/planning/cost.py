@@ -22,7 +22,7 @@ MIN_PARAMETERS = 100_000_000
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """The predicted cost of a run at a model FLOPs utilization of `mfu` of the dense bfloat16 peak.
 
     FLOPs are those of `Transformer.flops_per_token`. Recomputation by activation checkpointing does not count, so a run
@@ -108,10 +108,10 @@ class Plan:
         return DEVICES[self.device]
 
 
-def make_plan(config: ExperimentConfig, device: str = "h100", mfu: float = 0.4) -> Plan:
+def make_plan(config: ExperimentConfig, device: str = "h100", mfu: float = 0.4) -> TrainingPlan:
     """Return the plan of a config. Its memory is computed at first access, which takes seconds."""
     model = build_meta_model(config)
-    return Plan(
+    return TrainingPlan(
         config=config,
         device=device,
         mfu=mfu,
@@ -130,15 +130,13 @@ KINDS = {
     "weights": "weights",
     "gradients": "gradients",
     "optimizer": "optimizer state",
-    "gathered": "gathered and cast weights",
+    "gathered": "gathered weights",
     "activations": "activations",
-    "stack": "stack",
-    "logits": "logits",
 }
 """The fields of `MemoryUse` and their names in the table."""
 
 
-def to_dict(plan: Plan) -> dict[str, Any]:
+def to_dict(plan: TrainingPlan) -> dict[str, Any]:
     """Return a plan as plain numbers: bytes, FLOPs, tokens, hours."""
     trainer = plan.config.trainer
     names = ("parameters", "memory_parameters", "flops_per_token", "flops", "tokens", "tokens_per_second", "hours")
@@ -158,7 +156,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def format_plan(plan: Plan) -> str:
+def format_plan(plan: TrainingPlan) -> str:
     """Return two tables: the run, and the memory of a rank."""
     return f"{format_table(_build_run_rows(plan))}\n\n{_format_memory(plan)}"
 
@@ -176,7 +174,7 @@ def describe_config(config: ExperimentConfig) -> str:
     return f"{to_yaml(config)}\n{format_table(rows)}"
 
 
-def _build_run_rows(plan: Plan) -> list[tuple[str, str]]:
+def _build_run_rows(plan: TrainingPlan) -> list[tuple[str, str]]:
     config, trainer = plan.config, plan.config.trainer
     count = f"{trainer.num_nodes} x {trainer.devices}" if trainer.num_nodes > 1 else f"{trainer.devices}"
     num_checkpoints = trainer.keep_checkpoints + 1
@@ -204,11 +202,11 @@ def _build_run_rows(plan: Plan) -> list[tuple[str, str]]:
     return [*rows, ("checkpoint", kept)]
 
 
-def _build_flops_row(plan: Plan) -> tuple[str, str]:
+def _build_flops_row(plan: TrainingPlan) -> tuple[str, str]:
     return "FLOPs", f"{plan.flops_per_token:.3e} per token, {plan.flops:.3e} in total"
 
 
-def _format_memory(plan: Plan) -> str:
+def _format_memory(plan: TrainingPlan) -> str:
     phases = {"training": plan.training} | ({"validation": plan.validation} if plan.validation else {})
     rows = [(name, *(format_bytes(getattr(m, kind)) for m in phases.values())) for kind, name in KINDS.items()]
     peak = (f"peak, of {format_bytes(plan.usable_bytes)} usable", *(format_bytes(m.peak) for m in phases.values()))

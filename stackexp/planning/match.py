@@ -21,7 +21,7 @@ TITLES = {"parameters": "parameters", "flops": "training FLOPs per token", "memo
 
 
 @dataclass(frozen=True)
-class Match:
+class ClosestSize:
     """The value of an option at which `quantity` is closest to `target`."""
 
     option: str
@@ -35,7 +35,7 @@ class Match:
         return self.quantity / self.target - 1
 
 
-def match_models(names: list[str], overrides: list[str], to: ExperimentConfig, by: str, vary: str) -> Match:
+def match_models(names: list[str], overrides: list[str], to: ExperimentConfig, by: str, vary: str) -> ClosestSize:
     """Return the value of model.`vary` at which the config of these names and overrides is closest to `to`.
 
     The config is composed for each value, because other options may follow from it: `num_slots: ${model.num_layers}`.
@@ -68,4 +68,4 @@ def match_models(names: list[str], overrides: list[str], to: ExperimentConfig, b
         middle = (low + high) // 2
         low, high = (middle, high) if measure(middle) < target else (low, middle)
     closest = min((low, high), key=lambda units: abs(measure(units) - target))
-    return Match(f"model.{vary}", closest * step, measure(closest), target)
+    return ClosestSize(f"model.{vary}", closest * step, measure(closest), target)

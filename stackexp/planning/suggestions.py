@@ -3,16 +3,16 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from stackexp.planning.cost import Plan, format_bytes
+from stackexp.planning.cost import TrainingPlan, format_bytes
 from stackexp.planning.devices import DEVICES
 
 MAX_NODES = 64
 
-Change = tuple[str, Plan]
+Change = tuple[str, TrainingPlan]
 """An override, such as `data.micro_batch_size=2`, and the plan with it."""
 
 
-def suggest_changes(plan: Plan) -> str:
+def suggest_changes(plan: TrainingPlan) -> str:
     """Return all single changes with which a run fits, with their peak memory, or else a combination."""
     single = []
     for kind in CHANGES:
@@ -25,7 +25,7 @@ def suggest_changes(plan: Plan) -> str:
     return f"any of these would fit: {', '.join(single)}" if single else _combine_changes(plan)
 
 
-def _combine_changes(plan: Plan) -> str:
+def _combine_changes(plan: TrainingPlan) -> str:
     """Combine changes of different kinds, each as small as possible, until the run fits."""
     overrides = []
     for kind in CHANGES:
@@ -39,29 +39,29 @@ def _combine_changes(plan: Plan) -> str:
     return f"it needs {format_bytes(plan.peak)}{tried}; {advice}"
 
 
-def _list_valid(kind: Callable[[Plan], Iterator[Change]], plan: Plan) -> Iterator[Change]:
+def _list_valid(kind: Callable[[TrainingPlan], Iterator[Change]], plan: TrainingPlan) -> Iterator[Change]:
     """Yield the changes with which the config is still valid."""
     for override, changed in kind(plan):
         if not any(changed.config.find_errors()):
             yield override, changed
 
 
-def _recompute(plan: Plan) -> Iterator[Change]:
+def _recompute(plan: TrainingPlan) -> Iterator[Change]:
     if not plan.config.trainer.activation_checkpointing:
         yield _change_option(plan, "trainer.activation_checkpointing", True)
 
 
-def _shrink_micro_batch(plan: Plan) -> Iterator[Change]:
+def _shrink_micro_batch(plan: TrainingPlan) -> Iterator[Change]:
     if hasattr(plan.config.data, "micro_batch_size"):  # a smaller data.batch_size would be another experiment
         yield from _halve(plan, "micro_batch_size", plan.training.peak)
 
 
-def _shrink_eval_batch(plan: Plan) -> Iterator[Change]:
+def _shrink_eval_batch(plan: TrainingPlan) -> Iterator[Change]:
     if plan.validation:
         yield from _halve(plan, "eval_batch_size", plan.validation.peak)
 
 
-def _halve(plan: Plan, option: str, peak: int) -> Iterator[Change]:
+def _halve(plan: TrainingPlan, option: str, peak: int) -> Iterator[Change]:
     """Yield smaller batch sizes, if the pass with this peak does not fit."""
     size = getattr(plan.config.data, option)
     while peak > plan.usable_bytes and size > 1:
@@ -69,7 +69,7 @@ def _halve(plan: Plan, option: str, peak: int) -> Iterator[Change]:
         yield _change_option(plan, f"data.{option}", size)
 
 
-def _shard(plan: Plan) -> Iterator[Change]:
+def _shard(plan: TrainingPlan) -> Iterator[Change]:
     if plan.config.trainer.is_sharded:
         return
     if plan.config.trainer.world_size > 1:
@@ -79,7 +79,7 @@ def _shard(plan: Plan) -> Iterator[Change]:
         yield "trainer=fsdp", replace(plan, config=replace(plan.config, trainer=trainer))
 
 
-def _add_nodes(plan: Plan) -> Iterator[Change]:
+def _add_nodes(plan: TrainingPlan) -> Iterator[Change]:
     """Double the nodes. Only fsdp needs less memory per device with more nodes."""
     nodes = plan.config.trainer.num_nodes
     while plan.config.trainer.strategy == "fsdp" and 2 * nodes <= MAX_NODES:
@@ -91,7 +91,7 @@ CHANGES = (_recompute, _shrink_micro_batch, _shrink_eval_batch, _shard, _add_nod
 """Each yields the values of one option, the smallest change first."""
 
 
-def _change_option(plan: Plan, key: str, value: object) -> Change:
+def _change_option(plan: TrainingPlan, key: str, value: object) -> Change:
     """Return the override `key=value` and the plan with it."""
     section, name = key.split(".")
     config = replace(plan.config, **{section: replace(getattr(plan.config, section), **{name: value})})
