@@ -46,6 +46,7 @@ def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         ["checkpoint", "export", "--run", "nowhere", "--to", "out"],
         ["checkpoint", "consolidate", "--run", "run", "--ckpt_path", "nowhere", "--to", "out.safetensors"],
         ["test", "--run", "run"],
+        ["fit", "--config", "quickstart", "warm_start.weights=nowhere"],
         ["inspect", "--run", "run", "--task", "reverse_strings"],
     ],
 )

@@ -31,6 +31,14 @@ def check_paths(data: DataConfig, stage: str) -> None:
             raise RunError(explain_missing_set(name, Path(path)))
 
 
+def check_weights(path: Path) -> None:
+    """Raise RunError if `warm_start.weights` does not exist; <step>/ema is part of the checkpoint <step>."""
+    if not (path.parent if path.name == "ema" else path).exists():
+        raise RunError(
+            f"warm_start.weights: {path}: no such file or folder; give a run, a checkpoint or a .safetensors file"
+        )
+
+
 def check_requested_sets(requests: Iterable[str], configured: Mapping[str, str | Path] | None, section: str) -> None:
     """Check the words of --sets. `configured` are the sets in the config; None if they are not known yet.
 

@@ -15,6 +15,7 @@ from stackexp.config import registry
 from stackexp.config.affects import flatten_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.yaml_files import flatten
+from stackexp.data.path_checks import check_weights
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256
 from stackexp.models import checkpoints
@@ -93,10 +94,7 @@ def prepare_warm_start(config: ExperimentConfig) -> WarmStart | None:
 
 def find_weights(path: Path) -> Path:
     """Return the file or checkpoint at `path`, or the last checkpoint of the run at `path`. Raises RunError."""
-    if not checkpoints.split_path(path)[0].exists():
-        raise RunError(
-            f"warm_start.weights: {path}: no such file or folder; give a run, a checkpoint or a .safetensors file"
-        )
+    check_weights(path)
     if RunFolder(path).config.is_file():
         return checkpoints.find_checkpoint(RunFolder(path), "last")
     if path.is_file() and path.suffix != checkpoints.WEIGHTS:

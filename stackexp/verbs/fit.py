@@ -1,6 +1,7 @@
 """The verb `fit`."""
 
 from argparse import Namespace
+from pathlib import Path
 
 from stackexp.verbs.dispatch import choose_wait_policy
 from stackexp.verbs.parser import Parser, Verb
@@ -39,7 +40,7 @@ class Fit(Verb):
                 "--run and --ckpt_path exclude each other; --run resumes from the folder's newest checkpoint"
             )
         from stackexp.config import compose, layers
-        from stackexp.data.path_checks import check_paths
+        from stackexp.data.path_checks import check_paths, check_weights
         from stackexp.sweeps import is_run_as_fit
 
         if is_run_as_fit(args.config) and not (args.run or args.ckpt_path or args.print_config):
@@ -53,6 +54,8 @@ class Fit(Verb):
             return 0
         args.parser.check_checkpoint(args.ckpt_path)
         check_paths(config.data, "fit")
+        if config.warm_start.weights:
+            check_weights(Path(config.warm_start.weights))
         choose_wait_policy()
         from stackexp.training.loop import train
 
