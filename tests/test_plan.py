@@ -10,7 +10,8 @@ from stackexp.config.compose import compose
 from stackexp.config.layers import list_config_names
 from stackexp.planning import memory_use
 from stackexp.planning.cost import make_plan
-from stackexp.planning.devices import DEVICES, Device
+from stackexp.planning.devices import DEVICES, HEADROOM, Device
+from stackexp.planning.suggestions import suggest_changes
 
 ON_CPU = "trainer.accelerator=cpu"
 TINY = ["--config", "quickstart", "model.num_layers=2", "data.context_length=64", "data.micro_batch_size=2"]
@@ -26,10 +27,11 @@ def test_plan_prints_size_time_and_memory(capsys):
     assert "not estimated on CPUs or below 100M parameters" in output
     assert "GPU-hours" not in output
     rows = [line.split("  ")[0] for line in output.splitlines()]
-    names = ["weights", "gradients", "optimizer state", "gathered weights", "activations"]
-    assert [row for row in rows if row in names] == names
+    assert [row for row in rows if row in ("weights", "stack", "logits", "activations")] == [
+        *("weights", "activations", "stack", "logits")
+    ]
     assert "validation" in output
-    assert f"{planned.training.activations / 2**20:,.2f} MiB" in output
+    assert f"{planned.training.logits / 2**20:,.2f} MiB" in output
 
 
 def test_speed_is_estimated_for_large_models_on_gpus():
@@ -94,6 +96,15 @@ def test_formal_language_plan_uses_actual_string_lengths(capsys):
     assert "1 micro-batch of 64 x up to 18 tokens on each device" in output
 
 
+def test_suggests_no_smaller_batch_that_changes_the_training(monkeypatch):
+    config = compose(["formal/transformer"], ["data.batch_size=32", "data.eval_batch_size=1"])
+    usable = make_plan(config).training.peak - 1
+    monkeypatch.setitem(DEVICES, "h100", Device("H100", 989e12, usable / (1 - HEADROOM) / 2**30))
+    text = suggest_changes(make_plan(config))
+    assert text.startswith("any of these would fit: trainer.activation_checkpointing=true (")
+    assert "data.batch_size" not in text
+
+
 @pytest.mark.parametrize("name", ["stacktrans", "full_dim", "queue"])
 def test_on_cuda_the_tensors_of_the_triton_step_are_counted(name):
     """The kernel saves its inputs and the states before every few layers; eager saves every state."""
@@ -102,4 +113,5 @@ def test_on_cuda_the_tensors_of_the_triton_step_are_counted(name):
         for accelerator in ("cpu", "cuda", "auto")
     }
     assert planned["auto"] == planned["cuda"], "a plan is for GPUs unless the config asks for the CPU"
-    assert planned["cuda"] < planned["cpu"]
+    assert planned["cuda"]["stack"] < planned["cpu"]["stack"]
+    assert planned["cuda"]["logits"] == planned["cpu"]["logits"]

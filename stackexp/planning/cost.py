@@ -130,8 +130,10 @@ KINDS = {
     "weights": "weights",
     "gradients": "gradients",
     "optimizer": "optimizer state",
-    "gathered": "gathered weights",
+    "gathered": "gathered and cast weights",
     "activations": "activations",
+    "stack": "stack",
+    "logits": "logits",
 }
 """The fields of `MemoryUse` and their names in the table."""
 

@@ -1,15 +1,15 @@
 """Memory of one rank: weights, gradients, optimizer state, communication buffers and activations.
 
-Weights, gradients and the optimizer state follow from the shards of each parameter. torch's MemTracker measures the
-activations in a pass on fake tensors, which have shapes but no values. Not included are the CUDA context, NCCL buffers,
-cuBLAS workspaces and fragmentation; `devices.HEADROOM` reserves memory for them. `trainer.compile` has no effect on the
-prediction.
+Weights, gradients and the optimizer state follow from the shards of each parameter, activations from a pass on fake
+tensors, which have shapes but no values. Not included are the CUDA context, NCCL buffers, cuBLAS workspaces and
+fragmentation; `devices.HEADROOM` reserves memory for them. `trainer.compile` has no effect on the prediction.
 """
 
 import contextlib
 import functools
 import math
-import warnings
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
@@ -29,20 +29,80 @@ from stackexp.models.weight_average import WeightAverage
 from stackexp.stack import use_implementation
 
 
+class MemoryTracker(TorchDispatchMode):
+    """A context that tracks the bytes of all storages by kind: `live` now, `peak` at the maximum of their sum.
+
+    Weights of the model and storages from before the context do not count. The kinds are
+      logits       [..., output vocabulary], and their gradients
+      stack        made in the forward pass of a memory, except its output hidden states
+      casts        copies of weights in another dtype, as autocast makes them
+      activations  everything else
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._output_size = getattr(model.config, "output_vocab_size", None) or model.config.vocab_size
+        self._kinds = {p.untyped_storage()._cdata: "weights" for p in model.parameters()}
+        self._is_in_memory = False
+        self._total = 0
+        for memory in model.memories:
+            memory.register_forward_pre_hook(self._enter_memory)
+            memory.register_forward_hook(self._leave_memory)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_cast = func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter)
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self._add(tensor, is_cast)
+        return result
+
+    def _add(self, tensor: Tensor, is_cast: bool) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._kinds:  # a view, or modified in place
+            return
+        if tensor.ndim and tensor.shape[-1] == self._output_size:
+            kind = "logits"
+        else:
+            kind = "casts" if is_cast else "stack" if self._is_in_memory else "activations"
+        self._kinds[storage._cdata] = kind
+        weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes()).atexit = False
+        self._change(kind, storage.nbytes())
+
+    def _remove(self, key: int, size: int) -> None:
+        self._change(self._kinds.pop(key), -size)
+
+    def _change(self, kind: str, size: int) -> None:
+        self.live[kind] += size
+        self._total += size
+        if self._total > self.peak.total():
+            self.peak = self.live.copy()
+
+    def _enter_memory(self, *_: Any) -> None:
+        self._is_in_memory = True
+
+    def _leave_memory(self, module: nn.Module, args: Any, output: tuple) -> None:
+        self._is_in_memory = False
+        storage = output[0].untyped_storage()
+        if self._kinds[storage._cdata] == "stack":
+            self._kinds[storage._cdata] = "activations"
+            self._change("stack", -storage.nbytes())
+            self._change("activations", storage.nbytes())
+
+
 def track_pass(
     model: Transformer, shape: tuple[int, int], autocast: bool, criterion: NextTokenLoss, is_training: bool = True
-) -> int:
-    """Return the peak bytes, without the weights, of a pass over tokens of this shape [B, T].
+) -> Counter[str]:
+    """Return the peak bytes by kind of a pass over tokens of this shape [B, T], with or without gradients.
 
     The model is on the meta device. Gradients of weights are freed at once, because `MemoryUse` has its own entry for
     them.
     """
     with _use_fake_tensors(model):
         free_gradients(model)
-        tracker = MemTracker()
-        tracker.track_external(model)
-        with warnings.catch_warnings(), torch.set_grad_enabled(is_training), tracker:
-            warnings.filterwarnings("ignore", "Expected a tensor", UserWarning)  # for operators that return None
+        with torch.set_grad_enabled(is_training), MemoryTracker(model) as tracker:
             tokens = torch.zeros(shape, dtype=torch.int64)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 if is_training:
@@ -52,8 +112,7 @@ def track_pass(
                     criterion.compute_token_losses(model, output, tokens)
             if is_training:
                 loss.backward()
-        peak = sum(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values())
-        return peak - sum_bytes(model.parameters())
+    return tracker.peak
 
 
 def compute_loss(model: Transformer, tokens: Tensor, criterion: NextTokenLoss) -> Tensor:
@@ -121,8 +180,10 @@ class MemoryUse:
     weights: int
     gradients: int
     optimizer: int
-    gathered: int  # gathered blocks and their gradients (fsdp, hsdp), DDP buckets
-    activations: int  # including stacks, logits and autocast copies of weights
+    gathered: int  # gathered blocks and their gradients (fsdp, hsdp), DDP buckets, autocast copies of weights
+    activations: int
+    stack: int  # made and kept by memories between layers, except their output hidden states
+    logits: int
 
     @property
     def peak(self) -> int:
@@ -147,13 +208,16 @@ def build_meta_model(config: ExperimentConfig) -> Transformer:
 def compute_memory_use(config: ExperimentConfig, is_training: bool) -> MemoryUse:
     """Return the memory of one rank. Raises RunError if a memory between layers depends on tensor values."""
     model, ranks = build_meta_model(config), count_shards(config.trainer)
+    peak = measure_peak(config, is_training)
     weights = sum(compute_shard_bytes(p, ranks) for p in model.parameters())
     return MemoryUse(
         weights=weights,
         gradients=weights,  # those of the last step are still allocated in validation
         optimizer=compute_optimizer_bytes(config, ranks),
-        gathered=_compute_communication_bytes(config.trainer, model, is_training),
-        activations=measure_peak(config, is_training),
+        gathered=peak["casts"] + _compute_communication_bytes(config.trainer, model, is_training),
+        activations=peak["activations"],
+        stack=peak["stack"],
+        logits=peak["logits"],
     )
 
 
@@ -216,12 +280,12 @@ def sum_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def measure_peak(config: ExperimentConfig, is_training: bool) -> int:
-    """Return the peak bytes of one pass.
+def measure_peak(config: ExperimentConfig, is_training: bool) -> Counter[str]:
+    """Return the bytes of one pass by kind.
 
     Fake tensors are slow for a stack that is scanned over the tokens. Its bytes are therefore extrapolated from fewer
     layers and from more, shorter sequences, whose peak is at the logits. With token_major, the peak of a long sequence
-    can be in the backward pass. The result is then up to 4 % too low (measured with 3 to 8 layers of width 64
+    can be in the backward pass. The sum of all kinds is then up to 4 % too low (measured with 3 to 8 layers of width 64
     and 64 or 128 tokens).
     """
     data, layers = config.data, config.model.num_layers
@@ -239,24 +303,26 @@ def measure_peak(config: ExperimentConfig, is_training: bool) -> int:
         # Bytes are linear in 1/T, because slots fill up, and for token_major in T, because it keeps all keys
         return [1, 1 / length, length][: len(lengths)]
 
-    def measure_layers(layers: int) -> int:
+    def measure_layers(layers: int) -> Counter[str]:
         samples = [measure_pass(config, is_training, layers, round(batch * length / t), t) for t in lengths]
         return _extrapolate([get_coordinates(t) for t in lengths], samples, get_coordinates(length))
 
     return _extrapolate([[1, x] for x in SAMPLED_LAYERS], [measure_layers(x) for x in SAMPLED_LAYERS], [1, layers])
 
 
-def _extrapolate(points: list[list[float]], samples: list[int], point: list[float]) -> int:
-    """Evaluate at `point` the linear function with these samples at these points."""
+def _extrapolate(points: list[list[float]], samples: list[Counter[str]], point: list[float]) -> Counter[str]:
+    """Evaluate at `point` the linear function with these samples at these points; at least 0 bytes of a kind."""
     weights = torch.linalg.solve(torch.tensor(points, dtype=torch.float64).T, torch.tensor(point, dtype=torch.float64))
-    return round(sum(weight * sample for weight, sample in zip(weights.tolist(), samples, strict=True)))
+    kinds = set().union(*samples)
+    sums = {k: sum(w * s[k] for w, s in zip(weights.tolist(), samples, strict=True)) for k in kinds}
+    return Counter({kind: max(0, round(size)) for kind, size in sums.items()})
 
 
-_pass_cache: dict[str, int] = {}
+_pass_cache: dict[str, Counter[str]] = {}
 
 
-def measure_pass(config: ExperimentConfig, is_training: bool, layers: int, batch: int, length: int) -> int:
-    """Return the peak bytes of one pass over `batch` sequences of `length` tokens, from a cache if measured."""
+def measure_pass(config: ExperimentConfig, is_training: bool, layers: int, batch: int, length: int) -> Counter[str]:
+    """Return the bytes by kind of one pass over `batch` sequences of `length` tokens, from a cache if measured."""
     trainer = config.trainer
     config = replace(config, model=replace(config.model, num_layers=layers))
     autocast, criterion = trainer.precision == "bf16-mixed", replace(NextTokenLoss.from_config(trainer), compiled=False)
