@@ -54,7 +54,7 @@ class Fit(Verb):
             return 0
         args.parser.check_checkpoint(args.ckpt_path)
         check_paths(config.data, "fit")
-        if config.warm_start.weights:
+        if config.warm_start.weights and not (args.run or args.ckpt_path):  # a resumed run does not need them
             check_weights(Path(config.warm_start.weights))
         choose_wait_policy()
         from stackexp.training.loop import train
