@@ -128,6 +128,7 @@ class TokenStream(StreamingDataset):
             SourceError: If the limit is too low. Reading samples raises it if a shard cannot be read.
         """
         self._failure: BaseException | None = None
+        self._prepared: set[int] = set()  # shards that the look-ahead of this process has reached
         prefix, is_first = _draw_prefix(), World.detect().is_local_leader
         if is_first:
             node_storage.remove_remains()
@@ -163,6 +164,15 @@ class TokenStream(StreamingDataset):
             )
         self.predownload = min(look_ahead, LOOK_AHEAD_BATCHES * batch)
         self.cache_limit = limit - 2 * num_loaders * largest
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Download a shard unless it is present. Raises SourceError.
+
+        The library locks the cache for each sample. Without a limit a shard is never evicted, so once is enough.
+        """
+        if blocking or self.cache_limit is not None or shard_id not in self._prepared:
+            super().prepare_shard(shard_id, blocking)
+            self._prepared.add(shard_id)
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
         """Return a sample by its number. Raises SourceError."""
