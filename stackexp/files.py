@@ -102,7 +102,7 @@ def sync_folder(path: Path) -> None:
 def compute_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's contents in hexadecimal."""
     with open_regular(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # a binary file
 
 
 def get_cache_root() -> Path:

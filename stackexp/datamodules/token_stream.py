@@ -58,8 +58,9 @@ class TokenSource(Stream):
     def __init__(
         self, folder: str | Path, sequences: int, remote: str | None = None, timeout: float = 60, attempts: int = 1
     ):
-        options = {"download_timeout": timeout, "download_retry": attempts}
-        super().__init__(local=str(folder), remote=remote, choose=sequences, **options)
+        super().__init__(
+            local=str(folder), remote=remote, choose=sequences, download_timeout=timeout, download_retry=attempts
+        )
 
     def get_shards(self, world: World, allow_unsafe_types: bool) -> list[Reader]:
         """Return the shards of index.json; those of a local set are never evicted."""

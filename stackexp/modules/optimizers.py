@@ -86,12 +86,12 @@ def group_parameters(
     return [{"params": members, "lr": lr, "weight_decay": decay} for (lr, decay), members in groups.items()]
 
 
-def _find_fans(model: nn.Module, is_required: bool) -> dict[nn.Parameter, str]:
+def _find_fans(model: nn.Module, is_required: bool) -> dict[Tensor, str]:
     """Return the fan of each weight between embedding and output projection; see `memories.base.Fan`.
 
     Raises RunError if a memory does not state that of a weight and it `is_required`.
     """
-    fans: dict[nn.Parameter, str] = {}
+    fans: dict[Tensor, str] = {}
     for memory in getattr(model, "memories", ()):
         for name, parameter in memory.named_parameters():
             if name in memory.fans:

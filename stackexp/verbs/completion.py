@@ -58,8 +58,9 @@ def _build_parser(words: list[str], verbs: Mapping[str, str]) -> argparse.Argume
         if group not in groups:
             groups[group] = groups[""].add_parser(group, add_help=False).add_subparsers()
         parents = [load_verb(name)[1]] if name == find_verb(words, verbs) else []
-        options = {"help": description, "add_help": False, "conflict_handler": "resolve", "allow_abbrev": False}
-        parser = groups[group].add_parser(word, parents=parents, **options)
+        parser = groups[group].add_parser(
+            word, parents=parents, help=description, add_help=False, conflict_handler="resolve", allow_abbrev=False
+        )
         if parents and parents[0].accepts_overrides:
             parser.add_argument("overrides", nargs="*").completer = _list_overrides  # type: ignore[attr-defined]
     return root

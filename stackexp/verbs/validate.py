@@ -17,7 +17,7 @@ class Validate(Verb):
 
     stage: Literal["validate", "test"] = "validate"
     usage = "(--run FOLDER | --config NAME_OR_PATH --ckpt_path PATH) [OPTIONS] [KEY=VALUE ...]"
-    examples = (
+    examples: tuple[str, ...] = (
         "validate --run runs/quickstart/ID",
         "validate --config quickstart --ckpt_path model.safetensors",
         "validate --run RUN --sets v2,v3",

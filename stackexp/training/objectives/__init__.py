@@ -131,8 +131,9 @@ class Objective(ABC):
         """Store the final loss with the last checkpoint, unless it was validated or validations score only samples."""
         newest, loss = folder.newest_checkpoint(), result.get("average", {}).get("loss")
         is_sample = getattr(self.config.data, "eval_sequences", None) is not None
-        is_last = newest is not None and int(newest.name) == result["steps"]
-        if is_last and loss is not None and not is_sample and read_validation(newest) is None:
+        if newest is None or int(newest.name) != result["steps"] or loss is None or is_sample:
+            return
+        if read_validation(newest) is None:
             write_validation(newest, loss, result["average"].get("accuracy"))
 
     def write_result(self, session: Session, sets: Sets) -> None:
