@@ -1,6 +1,5 @@
 """The stack memory as a module: parameters, equations, options, state and initialization."""
 
-import itertools
 import math
 
 import pytest
@@ -104,20 +103,6 @@ def test_action_input_hidden_reads_all_of_h(scale, divisor):
     logits = torch.einsum("btd,had->btha", h, memory.actions) / divisor
     _, _, trace = memory(h, memory.empty_state(h), probe=True)
     assert trace["pop"].item() == pytest.approx(logits.softmax(-1)[..., 1].mean().item())
-
-
-def test_depth_axis_tokens_are_independent():
-    memory, h = make_memory(discipline="queue"), hidden_states()
-    results, state = [], memory.empty_state(h)
-    for _ in range(3):
-        together, state, _ = memory(h, state)
-        results.append(together)
-    for b, t in itertools.product(range(B), range(T)):
-        alone = h[b : b + 1, t : t + 1]
-        state = memory.empty_state(alone)
-        for together in results:
-            out, state, _ = memory(alone, state)
-            torch.testing.assert_close(out[0, 0], together[b, t])
 
 
 @pytest.mark.parametrize("axis", ["time", "token_major"])

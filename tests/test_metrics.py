@@ -82,15 +82,6 @@ def test_scores_of_a_length_do_not_depend_on_its_batches():
     assert score([3, 1, 2], [9, 8, 7, 0, -1], [4, 5, 6, -1]) == whole
 
 
-def test_values_are_averaged_over_micro_batches():
-    metrics = StepMetrics()
-    for loss in (1.0, 2.0, 6.0):
-        metrics.add("loss", torch.tensor(loss))
-    metrics.add("norm", torch.tensor(0.5, requires_grad=True))
-    assert metrics.drain() == {"loss": 3.0, "norm": 0.5}
-    assert metrics.drain() == {}
-
-
 def test_floats_are_averaged_and_keep_their_order():
     metrics = StepMetrics()
     for loss, length in ((1.0, 4.0), (2.0, 7.0)):

@@ -19,8 +19,6 @@ from stackexp.datamodules import node_storage
 from stackexp.datamodules.node_storage import METADATA_FILES, CacheFolder, SourceError
 from stackexp.errors import RunError
 
-SHARD = "unit.00000/shard.00003.mds"
-
 
 def test_a_cache_folder_belongs_to_one_run(s3, url, tmp_path, caplog):
     path = str(tmp_path / "named")

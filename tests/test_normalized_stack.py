@@ -3,7 +3,7 @@
 import pytest
 import torch
 from config_files import BASE, compose_error
-from stack_memories import HIDDEN, decoder_config, hidden_states, make_memory
+from stack_memories import decoder_config, hidden_states, make_memory
 
 from stackexp.errors import RunError
 from stackexp.models.memories import Memory
@@ -102,14 +102,3 @@ def test_a_memory_with_another_interface_is_refused():
         check_interface(Old(None, model, 0))
     with pytest.raises(RunError, match="site each_sublayer requires axis depth or token_major, found time"):
         check_interface(Everywhere(None, model, 0))
-
-
-def test_normalized_heads_act_differently_for_each_token():
-    """A growing common direction of h decides all actions of the paper's form, but not with normalized pushes."""
-    h = hidden_states(tokens=40) + 100 * torch.ones(HIDDEN, dtype=torch.float64)
-    spreads = {}
-    for norm in ("none", "head"):
-        memory = make_memory(push_norm=norm)
-        spreads[norm] = memory(h, memory.empty_state(h), probe=True)[2]["action_spread"].item()
-    assert spreads["none"] < 1e-6
-    assert spreads["head"] > 1000 * spreads["none"]

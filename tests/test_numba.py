@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,33 +29,6 @@ def test_digest_depends_on_every_source_file_of_the_kernels(tmp_path):
     assert len(digests) == 1 + len(sources)
     kernel = launch.load_kernel(np.float32, False)
     assert launch.digest_sources() in [cell.cell_contents for cell in kernel._pyfunc.__closure__]
-
-
-SCAN = """
-import numpy
-import torch
-from stackexp.stack.numba import launch, time_scan
-x = torch.zeros(1, 1, 1, 1)
-time_scan.scan(time_scan.empty((1, 1), 1, 1, x), x, torch.zeros(1, 1, 1, 3), None, num_slots=1, read="top")
-print(launch.load_kernel(numpy.float32, False).cache_hits)
-"""
-
-
-@pytest.mark.slow
-def test_cached_kernel_is_compiled_again_after_a_source_change(tmp_path):
-    copy = tmp_path / "stackexp"
-    shutil.copytree(PACKAGE.parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-
-    def count_cache_hits():
-        command = [sys.executable, "-c", SCAN]
-        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-
-    assert count_cache_hits() == "0\n"
-    assert count_cache_hits() == "1\n"
-    helpers = copy / "stack/numba/vectors.py"
-    helpers.write_text(helpers.read_text() + "# changed\n")
-    assert count_cache_hits() == "0\n"
 
 
 def test_kernels_compile_without_a_writable_cache(monkeypatch):

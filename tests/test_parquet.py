@@ -254,14 +254,6 @@ def test_wrong_columns_are_one_line_errors(tmp_path, filters, text, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["text", "n"])
-def test_columns_of_the_same_name_are_a_one_line_error(tmp_path, name):
-    table = pa.table([["a"], [1], ["b"]], names=["text", "n", name])
-    parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(RunError, match=f"a.parquet: 2 columns are named '{name}'; rename all but one"):
-        read(tmp_path / "a.parquet", "n>=1")
-
-
 @pytest.mark.parametrize(
     "damage",
     [

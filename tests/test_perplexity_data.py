@@ -4,7 +4,6 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -109,16 +108,6 @@ def test_set_names_tokenizer_and_token_bytes(prepared):
     assert data.tokenizer.decode(TokenSet(prepared / "short")[0].tolist()).startswith("line 0 of 0 lines\n")
     data.skipped_sets = frozenset(["short"])
     assert data.list_set_names("validate") == [dataset.name for dataset in data.sets("validate")] == ["train"]
-
-
-def test_ranks_share_the_validation_sets(prepared):
-    data = open_data(prepared)
-    indices = []
-    for rank in range(2):
-        data.trainer = SimpleNamespace(global_rank=rank, world_size=2)
-        indices.append(set(read_indices(data.val_dataloader()[0])))
-    assert not indices[0] & indices[1]
-    assert indices[0] | indices[1] == set(range(len(TokenSet(prepared / "short"))))
 
 
 # Errors

@@ -1,6 +1,6 @@
 """The registry, and plugins: files and modules that register new kinds."""
 
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
@@ -99,10 +99,7 @@ def test_plugins_of_all_layers_are_merged(monkeypatch):
             "import no_such_thing\n",
             "cannot import 'bad.py': line 1: ModuleNotFoundError: No module named 'no_such_thing'",
         ),
-        (
-            PLUGIN.format(kind="stack"),
-            "ValueError: memory kind 'stack' is already registered by",
-        ),
+        (PLUGIN.format(kind="stack"), "ValueError: memory kind 'stack' is already registered by"),
         (
             PLUGIN.format(kind="x").replace("@dataclass", ""),
             "ValueError: Config must be a dataclass with the field `kind: str",
@@ -169,10 +166,7 @@ class Nested:
 
 
 def test_plugin_options_can_be_nested():
-    base = [
-        BASE,
-        write("x.yaml", f"plugins: [{write('nested.py', NESTED)}]\nmodel: {{memory: {{kind: nested}}}}\n"),
-    ]
+    base = [BASE, write("x.yaml", f"plugins: [{write('nested.py', NESTED)}]\nmodel: {{memory: {{kind: nested}}}}\n")]
     config = compose(base, ["model.memory.decay.rate=0.1", "model.memory.sizes=[3]", "model.memory.extra={a: [1]}"])
     memory = registry.build("memory", config.model.memory, layer=1).config
     assert (memory.decay.rate, memory.sizes, memory.extra, memory.maybe) == (0.1, [3], {"a": [1]}, None)
@@ -243,57 +237,6 @@ def test_plugin_of_a_foreign_sweep_does_not_run(marker, tmp_path, monkeypatch, c
         assert main(["sweep", verb, str(tmp_path / path)]) == 2
         assert "/foreign/evil.py is outside the project" in capsys.readouterr().err
     assert not marker.exists()
-
-
-def test_kind_with_an_import_path_is_imported_when_built():
-    @registry.register("memory", "fractions", builds="fractions:Fraction")
-    @dataclass
-    class Config:
-        kind: str = "fractions"
-
-    assert registry.get_entry("memory", "fractions").config is Config
-    assert {"fractions", "stack", "stack_attention"} <= set(registry.list_kinds("memory"))
-    assert registry.get_entry("memory", "fractions").load().__name__ == "Fraction"
-
-
-def test_registered_class_receives_section_and_arguments():
-    @dataclass
-    class Config:
-        kind: str = "echo"
-
-    @registry.register("memory", "echo", config=Config)
-    def echo(config, *args, **kwargs):
-        return config, args, kwargs
-
-    config = Config()
-    assert registry.build("memory", config, 1, layer=2) == (config, (1,), {"layer": 2})
-
-
-def test_register_reports_invalid_arguments():
-    with pytest.raises(ValueError, match="give `builds` on a dataclass or `config` on what it builds"):
-        registry.register("memory", "x")
-    with pytest.raises(ValueError, match="Options must be a dataclass with the field `kind"):
-
-        @registry.register("memory", "x", builds="a:b")
-        class Options:
-            kind: str = "x"
-
-    with pytest.raises(ValueError, match="Other must be a dataclass with the field `kind"):
-
-        @registry.register("memory", "x", builds="a:b")
-        @dataclass
-        class Other:
-            kind: str = "y"
-
-    with pytest.raises(ValueError, match="memory kind 'stack' is already registered by stackexp"):
-
-        @registry.register("memory", "stack", builds="a:b")
-        @dataclass
-        class Stack:
-            kind: str = "stack"
-
-    with pytest.raises(KeyError):
-        registry.get_entry("memory", "x")
 
 
 @pytest.mark.parametrize(("group", "kind"), sorted(registry._entries))

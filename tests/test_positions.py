@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from stackexp.config.model import TransformerConfig
 from stackexp.models.attention import (
     build_alibi_bias,
-    build_mask,
     build_sinusoidal_table,
     compute_alibi_slopes,
     compute_query_scale,
@@ -137,21 +136,6 @@ def test_attention_window_limits_the_receptive_field(positional):
     assert all(moved[6:] < 1e-12)
     whole, wide = (make_model(positional=positional, attention_window=width)(tokens).logits for width in (None, T))
     torch.testing.assert_close(whole, wide)
-
-
-@pytest.mark.parametrize(
-    ("positional", "same"), [("rope", True), ("alibi", True), ("none", True), ("sinusoidal", False)]
-)
-def test_only_sinusoidal_encoding_depends_on_the_start_position(positional, same):
-    """Run the same tokens at positions 0 and 40, without earlier tokens. All other encodings are relative."""
-    model, outputs = make_model(positional=positional), []
-    for start in (0, 40):
-        h, positions = model._encode_positions(model.embedding(make_tokens()), start, None)
-        mask = build_mask(model.config, h, start)
-        for layer in model.layers:
-            h = layer(h, None, positions, mask=mask if mask is None else mask[..., start:])[0]
-        outputs.append(h)
-    assert torch.allclose(*outputs) == same
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -49,16 +49,6 @@ def test_parts_in_any_order_prepare_the_same_set(source, whole, tmp_path, count)
     assert corpus == TokenSet(whole).corpus
 
 
-def test_merge_writes_the_missing_units(source, whole, tmp_path):
-    folder = tmp_path / "set"
-    prepare_set(source, folder, part=(2, 5), unit_bytes=UNIT_BYTES)
-    assert len(units_in(folder)) == 3
-    prepare_set(source, folder, unit_bytes=UNIT_BYTES)
-    assert read_files(folder) == read_files(whole)
-    assert prepare_set(source, folder, part=(1, 5), unit_bytes=UNIT_BYTES) is None
-    assert read_files(folder) == read_files(whole)
-
-
 def test_damaged_unit_of_a_finished_set_is_prepared_again_alone(source, whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "set")
     shard = next(folder.glob("unit.*/shard.00000.mds"))

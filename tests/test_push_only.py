@@ -78,14 +78,6 @@ def test_it_has_no_action_parameters_and_no_entropy_term():
     assert [probe["occupancy"].item() for probe in output.probes] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_precision_pushes_fully(dtype):
-    memory = make_memory(**PUSH_ONLY).to(dtype)
-    h = hidden_states().to(dtype)
-    _, _, stats = memory(h, memory.empty_state(h), probe=True)
-    assert (stats["push"], stats["no_op"], stats["entropy"]) == (1, 0, 0)
-
-
 @pytest.mark.parametrize("option", ["action_input=hidden", "action_noise=0.1", "action_sharpness=2", "feedback=true"])
 def test_options_of_actions_are_refused(option):
     error = compose_error([BASE], "model.memory.discipline=push_only", f"model.memory.{option}")

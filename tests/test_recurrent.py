@@ -148,9 +148,6 @@ def test_parameter_counts_match_the_decoders(kind, column, like):
     assert model.num_parameters(memory=True) == 0
 
 
-SHORT = ["data.max_length=2", "data.curriculum_steps=0", "data.batch_size=3"]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_recurrent_models_have_the_decoder_interface(kind):
     model = make_model(kind, output_vocab_size=None)

@@ -112,27 +112,6 @@ def test_other_numbers_of_tokens_and_missing_seeds_are_not_compared(runs):
     assert f"unfinished, `python -m stackexp fit --run RUN` resumes one: {transformer}" in notes
 
 
-def test_one_line_names_the_sweep_that_fills_the_table(runs):
-    assert "Filled by `python -m stackexp sweep run ablation`" in build_ablation([runs]).notes
-    stacktrans = next(runs.glob("stacktrans-seed=0-*"))
-    (runs / "sweep.yaml").touch()
-    for path in (runs, stacktrans):
-        assert f"Filled by `python -m stackexp sweep run {runs}`" in build_ablation([path]).notes
-    copies = runs / "ablation_small"
-    stacktrans.rename(copies.mkdir() or copies / stacktrans.name)
-    assert "Filled by `python -m stackexp sweep run ablation_small`" in build_ablation([copies]).notes
-
-
-def test_a_config_that_is_invalid_here_has_no_flops(runs):
-    for config in runs.glob("stacktrans*/config.yaml"):
-        config.write_text(config.read_text() + "beside: 1\n")
-    report = build_ablation([runs])
-    assert read_table(report, 1)["stacktrans"]["FLOPs/token"] == ABSENT
-    (note,) = [note for note in report.notes if note.startswith("no FLOPs per token")]
-    assert "configs show" in note
-    assert note.count("stacktrans-seed=") == 1
-
-
 def test_other_options_than_the_memory_are_named(runs):
     for seed in (0, 1):
         options = ("model.memory=stacktrans", "model.embedding_scale=1", "optimizer.lr=0.1")
@@ -141,12 +120,6 @@ def test_other_options_than_the_memory_are_named(runs):
     (note,) = [note for note in notes if "apart from" in note]
     assert "model.embedding_scale=1.0, optimizer.lr=0.1" in note
     assert note.endswith("2 runs: unscaled (seeds 0, 1)")
-
-
-def test_a_baseline_without_a_finished_run_is_an_error(runs):
-    write_run(runs / "begun-0123abcd", "model.memory=queue")
-    with pytest.raises(RunError, match=r"begun has no finished run; finish it with `python -m stackexp fit --run "):
-        build_ablation([runs], "begun")
 
 
 def test_later_validations_fill_v2_and_v3(runs):
@@ -172,25 +145,6 @@ def test_later_validations_fill_v2_and_v3(runs):
     assert difference["V3"] == "+0.000"
     assert "V2" not in difference, "only averages over the same sets are compared"
     assert any(note.startswith("missing V2 and V3") and str(transformer) in note for note in report.notes)
-
-
-def test_later_sets_do_not_change_the_average(runs):
-    (run,) = runs.glob("stacktrans-seed=0-*")
-    before = read_table(build_ablation([runs]), 0)["stacktrans"]
-    sets = {"mine": {"loss": 9.0, "perplexity": 8000.0}}
-    record = {"checkpoint": "00000010", "step": 10, "sets": sets}
-    (run / "validate-mine.json").write_text(json.dumps(record))
-    report = build_ablation([runs])
-    assert read_table(report, 0)["stacktrans"] == before
-    assert "average" in read_table(report, 1)["stacktrans"]
-
-
-def test_unfinished_trials_are_not_in_the_table(runs):
-    failed = write_run(runs / "H=1-0123abcd", "model.memory=single_head")
-    report = build_ablation([runs])
-    assert read_table(report, 0)["single_head"]["average"] == ABSENT
-    assert "H=1" not in {row[0] for row in report.tables[0].rows}
-    assert any(note.startswith("unfinished") and note.endswith(str(failed)) for note in report.notes)
 
 
 def test_only_an_arm_that_stands_out_is_a_variant_of_the_paper(runs):
@@ -287,15 +241,6 @@ def test_arms_of_one_name_are_told_apart_by_their_options(tmp_path):
     assert names[1:] == [f"q (20261124-21565{number}-4dc3)" for number in range(3)], "too many options to name"
 
 
-def test_arms_of_different_lengths_have_different_names(tmp_path):
-    for number, (steps, rate) in enumerate(((300, 0.004), (600, 0.004), (600, 0.01))):
-        options = (f"trainer.max_steps={steps}", f"optimizer.lr={rate}", "schedule.warmup_steps=10")
-        finish(write_run(tmp_path / "q" / f"20261124-21565{number}-4dc3", *options), loss=5.0 - number)
-    losses = {name: rows[0]["val/held-out/loss"] for name, rows in load_arms([tmp_path])[0].items()}
-    names = [f"q (max_steps={steps}, lr={rate})" for steps, rate in ((300, 0.004), (600, 0.004), (600, 0.01))]
-    assert losses == dict(zip(names, (5.0, 4.0, 3.0), strict=True))
-
-
 def test_means_and_differences_are_over_the_same_sets(tmp_path):
     losses = {"v2/pile": 4.0, "v2/c4_en": 3.0}
     for name, memory in (("transformer", "null"), ("queue", "queue")):
@@ -332,15 +277,6 @@ def test_runs_from_before_and_after_a_new_option_are_one_arm(tmp_path):
     arms, notes = load_arms([tmp_path])
     assert [[row["seed"] for row in rows] for rows in arms.values()] == [[0, 1], [2]], "0.0 is the default of z_loss"
     assert not notes
-
-
-def test_damaged_run_is_skipped_with_a_note(tmp_path):
-    for seed in range(2):
-        finish(write_run(tmp_path / f"q-seed={seed}-0123abc{seed}", seed=seed), loss=5.0)
-    (tmp_path / "q-seed=0-0123abc0" / "result.json").write_text("{")
-    arms, notes = load_arms([tmp_path])
-    assert [[row["seed"] for row in rows] for rows in arms.values()] == [[1]]
-    assert [note.startswith("skipped: ") and "result.json" in note for note in notes] == [True]
 
 
 def test_intervals_are_those_of_student():

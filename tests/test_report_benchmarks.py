@@ -74,21 +74,6 @@ def test_evaluations_that_name_the_checkpoint_differently_are_merged(runs):
     assert len(tasks) == 4
 
 
-def test_columns_with_equal_names_have_their_paths(tmp_path):
-    for folder in ("x", "y"):
-        (tmp_path / folder).mkdir()
-        write_scores(tmp_path / folder / "benchmarks.json", {"a": 0.3})
-    header = build_benchmarks([tmp_path / "x" / "benchmarks.json", tmp_path / "y" / "benchmarks.json"]).tables[0].header
-    assert header[2:] == [str(tmp_path / folder / "benchmarks.json") for folder in ("x", "y")]
-
-
-def test_files_of_baselines_are_columns(runs, tmp_path):
-    write_scores(tmp_path / "smollm2.json", {"a": 0.5}, step=0, checkpoint="hf/smollm2")
-    report = build_benchmarks([runs / "one", tmp_path / "smollm2.json"])
-    assert report.tables[0].header == ["task", "random", "one", "smollm2"]
-    assert report.notes[0].startswith("tasks are missing for smollm2, ")
-
-
 def test_the_figure_has_a_line_of_training_and_points_of_evaluations(runs):
     path = runs / "one" / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -43,18 +43,6 @@ def test_a_crossing_lasts_for_a_window():
     assert find_crossings(build_curve("short", [1.0, 2.0]), base).crossings == []
 
 
-def test_a_baseline_without_metrics_is_left_out_with_a_note(tmp_path):
-    finish(write_run(tmp_path / "transformer-0123abcd", "model.memory=null"), 3.0)  # as a copy
-    for name in ("queue", "stacktrans"):
-        write_run(tmp_path / f"{name}-0123abcd", f"model.memory={name}", losses=[3.0] * 100)
-    report = build_dynamics([tmp_path])
-    assert report.tables[0].header[4] == "minus queue"
-    assert [row[0] for row in report.tables[0].rows] == ["queue", "stacktrans"]
-    assert any(note.startswith("no training losses in metrics.jsonl: transformer;") for note in report.notes)
-    with pytest.raises(RunError, match=r"^transformer: no training losses in metrics.jsonl"):
-        build_dynamics([tmp_path], baseline="transformer")
-
-
 def test_the_mean_over_seeds_is_compared(tmp_path, capsys):
     for seed in (0, 1):
         base = [3.0 + seed] * 100
@@ -100,18 +88,6 @@ def test_the_baseline_and_the_stack_are_finished_runs_with_the_most_tokens(tmp_p
     for i in range(4):
         write_run(tmp_path / f"other{i}-0123abcd", "model.memory=value_skip", losses=[3.0, 2.0])
     assert [row[0] for row in build_dynamics([tmp_path]).tables[0].rows] == ["b", "d"]
-
-
-def test_many_arms_leave_the_papers_two(tmp_path):
-    for name, memory in {"transformer": "null", "stacktrans": "stacktrans"}.items():
-        write_run(tmp_path / f"{name}-0123abcd", f"model.memory={memory}", losses=[3.0, 2.0])
-    for i in range(6):
-        write_run(tmp_path / f"other{i}-0123abcd", "model.memory=value_skip", losses=[3.0, 2.0])
-    report = build_dynamics([tmp_path])
-    assert [row[0] for row in report.tables[0].rows] == ["transformer", "stacktrans"]
-    assert "not shown (choose with --only): other0, other1, other2, other3, other4, other5" in report.notes
-    report = build_dynamics([tmp_path], only=["other3"], baseline="other5")
-    assert [row[0] for row in report.tables[0].rows] == ["other5", "other3"]
 
 
 @pytest.mark.parametrize("is_finished", [True, False])

@@ -20,7 +20,6 @@ from stackexp.reports.formal.records import (
     collect_results,
     find_column,
     get_printed_score,
-    select_recipe,
 )
 from stackexp.reports.formal.tables import build_formal
 from stackexp.reports.latex import escape_latex
@@ -174,12 +173,6 @@ def test_damaged_results_are_one_line(runs, file, text):
         collect_results([runs], ALL_LENGTHS)
 
 
-def test_a_test_of_short_strings_covers_no_long_range(runs):
-    finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=1.0, stride=460)
-    with pytest.raises(RunError, match="no finished run on a formal language"):
-        collect_results([runs], ALL_LENGTHS)
-
-
 def test_training_on_the_tested_lengths_is_noted(runs):
     overrides = ("data.max_length=60", "data.validation_max_length=80")
     finish(write_run(runs / "60", "LSTM", "even_pairs", *overrides), beyond=1.0)
@@ -202,22 +195,6 @@ def test_unfinished_runs_are_marked(runs):
     assert text.endswith("- `python -m stackexp sweep run formal_table` fills missing cells and finishes its runs")
     finish(runs / "StackRNN0", beyond=0.5, file="test.json")
     assert read_row(format_formal(runs), "even_pairs")["StackRNN"] == "0.50↓ / 0.50 (1)‡", "tested before its end"
-
-
-def test_recipes_are_named_by_the_shipped_config_and_listed_once(runs, monkeypatch):
-    finish(write_run(runs / "shipped", "LSTM", "odds_first"), beyond=0.5)
-    (shipped,) = collect_results([runs], ALL_LENGTHS).runs
-    monkeypatch.setattr(tables, "_compose_recipe", lambda name: select_recipe(shipped.config))
-    few = ["optimizer.lr=0.01", "trainer.gradient_clip_val=null"]
-    many = [*few, "model.num_layers=2", "optimizer.beta1=0.8", "data.max_length=20"]
-    for task, overrides in {"parity_check": few, "bucket_sort": many, "even_pairs": []}.items():
-        finish(write_run(runs / task, "LSTM", task, *overrides), beyond=0.5)
-    lines = format_formal(runs).split("**Recipes**\n\n")[1].split("\n\n")[0].splitlines()
-    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "LSTM" in line] == [
-        ["LSTM", "even_pairs, odds_first", "10,000", "`formal/lstm`"],  # the sizes of the task are no differences
-        ["LSTM", "parity_check", "10,000", "`formal/lstm optimizer.lr=0.01 trainer.gradient_clip_val=null`"],
-        ["LSTM", "bucket_sort", "10,000", "`runs/formal_table/bucket_sort/config.yaml`"],
-    ]
 
 
 def test_other_folders_are_skipped_with_a_note(runs):

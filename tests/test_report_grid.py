@@ -9,7 +9,6 @@ from config_files import build_sweep, finish_trial
 from stackexp import cli
 from stackexp.errors import RunError
 from stackexp.reports.grid import build_grid, collect_results, draw_grid
-from stackexp.reports.page import build_page
 from stackexp.sweeps.sweep import Sweep
 
 H, D, S = "model.memory.num_heads", "model.memory.head_dim", "model.memory.num_slots"
@@ -49,16 +48,6 @@ def test_curves_and_heat_maps(capsys):
     assert maps[1].mask.tolist() == [[False, False], [False, False], [False, True]]
 
 
-def test_figures_without_the_trial_at_the_center():
-    """They use the best trial instead. `report all` draws them, too."""
-    sweep = build(unfinished=2, grid={H: [1, 2], D: [4, 8], S: [8, 24]}, center={H: 2, D: 8, S: 24})
-    report = build_grid(str(sweep.folder))
-    assert report.draw is not None
-    panels = report.draw().subfigs[0].axes
-    assert [axes.get_title() for axes in panels] == ["d_s = 4, S = 8", "H = 1, S = 8", "H = 1, d_s = 4"]
-    assert "base64" in build_page(sweep.folder)
-
-
 def test_seeds_are_averaged_and_one_key_has_no_map():
     sweep = build(grid={H: [1, 2]}, seeds=[0, 1])
     report = build_grid(str(sweep.folder))
@@ -66,14 +55,6 @@ def test_seeds_are_averaged_and_one_key_has_no_map():
     assert report.tables[0].rows[0] == ["H=1", "1.7000 ± 0.1414", "2.2000 ± 0.1414", "2", "1,000", "10"]
     assert report.draw is not None
     assert len(report.draw().axes) == 1
-
-
-def test_axes_leave_most_cells_empty():
-    sweep = build(axes={H: [1, 2], D: [4, 8]}, center={H: 1, D: 4})
-    report = build_grid("study.yaml")
-    assert report.notes[-1].startswith("The sweep varies one key at a time")
-    assert not any("not finished" in note for note in report.notes)
-    assert len(collect_results(sweep)) == 3
 
 
 def test_a_sweep_over_other_keys_is_refused():

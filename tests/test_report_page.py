@@ -2,20 +2,17 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser, poll
-from formal_runs import MODELS
 from formal_runs import finish as finish_formal
 from formal_runs import write_run as write_formal_run
 from language_runs import finish, write_run
 
 from stackexp import cli
 from stackexp.errors import RunError
-from stackexp.reports.page import _markup, build_page
-from stackexp.reports.report import Report, Table
+from stackexp.reports.page import build_page
 
 
 @pytest.fixture(scope="module")
@@ -49,23 +46,12 @@ def test_the_page_has_every_report_and_loads_nothing(page):
     assert "other.json" not in page
 
 
-def test_the_page_has_other_sections(folder):
-    actions = Report([Table("Pushes", ["run"], [["addition"]])], [], [])
-    text = build_page(folder, {"Actions in arithmetic": lambda: actions})
-    assert text.index(">Formal languages</h2>") < text.index(">Actions in arithmetic</h2>")
-    assert '<td class="text">addition</td>' in text
-
-
 def test_text_is_escaped(page):
     assert "runs&lt;b&gt;" in page
     assert "runs<b>" not in page
     assert "<code>python -m stackexp sweep run ablation</code>" in page
     assert "<code>python -m stackexp sweep run formal_table</code>" in page
     assert '<td>0.75↓ / 0.75 <span class="whole">(1)</span></td>' in page
-
-
-def test_stars_in_code_are_not_italic():
-    assert _markup("`runs/*` and *not* `a/*`") == "<code>runs/*</code> and <i>not</i> <code>a/*</code>"
 
 
 def test_the_verb_writes_the_page(folder, tmp_path, capsys):
@@ -104,24 +90,3 @@ def test_the_page_opens_in_a_browser(page, tmp_path):
         )
         assert browser.evaluate(cell).split("\t")[-2:] == ["3.679 / 35.14†", "3.211 / 25.97"]
         assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth") is True
-
-
-@pytest.mark.process
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_no_table_is_cut_at_1400_pixels(tmp_path):
-    """The widest tables: efficiency with every column, and formal languages."""
-    results = Path(__file__).parents[1] / "docs/results/efficiency_h200.json"
-    (tmp_path / "runs").mkdir()
-    shutil.copy(results, tmp_path / "runs")
-    for model in MODELS:
-        for seed in range(2):
-            folder = tmp_path / "runs" / "formal" / f"{model}{seed}"
-            finish_formal(write_formal_run(folder, model, "modular_arithmetic_brackets", seed=seed), beyond=0.6)
-    (tmp_path / "report.html").write_text(build_page(tmp_path / "runs"), encoding="utf-8")
-    with Browser(tmp_path / "profile") as browser:
-        size = {"width": 1400, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
-        browser.call("Emulation.setDeviceMetricsOverride", **size)
-        browser.open((tmp_path / "report.html").as_uri())
-        tables = "[...document.querySelectorAll('.wide')]"
-        assert poll(lambda: browser.evaluate(f"{tables}.length"), 3, seconds=30) == 3
-        assert browser.evaluate(f"{tables}.filter(table => table.scrollWidth > table.clientWidth).length") == 0

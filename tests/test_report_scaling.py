@@ -8,14 +8,7 @@ from language_runs import finish, write_run
 
 from stackexp import cli
 from stackexp.errors import RunError
-from stackexp.reports.scaling import (
-    Point,
-    build_scaling,
-    draw_panels,
-    equivalent_factor,
-    fit_power_law,
-    select_series,
-)
+from stackexp.reports.scaling import Point, build_scaling, equivalent_factor, fit_power_law, select_series
 from stackexp.tables import ABSENT
 
 SIZES = (15e6, 30e6, 60e6, 125e6)
@@ -151,16 +144,6 @@ def test_a_grid_over_memory_sizes_is_not_a_ladder(tmp_path):
     assert note.endswith("--by separates them: model.memory.num_heads")
 
 
-def test_memory_sizes_and_learning_rates_may_grow_over_a_ladder(tmp_path):
-    for n in (1, 2, 4):
-        options = (f"model.memory.num_heads={2 * n}", f"optimizer.lr={4e-3 / n}", f"schedule.warmup_steps={10 * n}")
-        write_size(tmp_path, f"stack-{n}", 1000 * n, "model.memory=stacktrans", *options, memory_parameters=10 * n)
-    assert list_families(tmp_path) == [("parameters", "StackTrans", "3", "3")]
-    assert list_mixed(tmp_path) == []
-    write_size(tmp_path, "z", 8000, "model.memory=stacktrans", "model.memory.num_heads=16", "trainer.z_loss=0.1")
-    assert list_mixed(tmp_path)[0].endswith("--by separates them: trainer.z_loss")
-
-
 def test_runs_outside_a_panel_are_counted_and_named(tmp_path):
     for seed in (0, 1):
         for size in (1000, 2000, 3000):
@@ -189,30 +172,6 @@ def test_runs_on_other_data_are_left_out(tmp_path):
     assert note in build_scaling([tmp_path]).notes
     records.unlink()
     assert note in build_scaling([tmp_path]).notes
-
-
-def test_of_two_halves_the_transformer_stays(tmp_path):
-    for size in (1000, 2000):
-        write_size(tmp_path, f"a{size}", size, "model.memory=stacktrans", data="bb")
-        write_size(tmp_path, f"b{size}", size, "model.memory=null")
-    assert list_families(tmp_path) == [("parameters", "Transformer", "2", "2")]
-
-
-def test_no_two_of_many_families_look_the_same(tmp_path):
-    names = [f"family {i:02d} with a name that has to be wrapped in the legend" for i in range(20)]
-    points = [Point(name, size, size, 10, 0, 3 + i / 20) for i, name in enumerate(names) for size in (1000, 2000)]
-    panel = select_series([*points, Point("single", 1000, 1000, 10, 0, 3.0)], "parameters")
-    assert panel is not None
-    figure = draw_panels([panel], "average")
-    (legend,) = figure.legends
-    looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in legend.get_lines()}
-    assert len(looks) == len(legend.get_texts()) == 20
-    figure.draw_without_rendering()
-    box, axes = legend.get_window_extent(), figure.axes[0].get_window_extent()
-    assert box.x1 <= figure.bbox.x1
-    assert box.y0 >= figure.bbox.y0
-    assert box.x0 > axes.x1
-    assert axes.width > 0.4 * figure.bbox.width
 
 
 def test_a_missing_loss_names_the_command_that_measures_it(tmp_path):
@@ -254,13 +213,6 @@ def test_nothing_to_fit_is_an_error_with_the_command_to_run(tmp_path, capsys):
     assert output.out == ""
 
 
-def test_runs_below_the_irreducible_loss_are_left_out(tmp_path):
-    for size in (1000, 2000):
-        write_size(tmp_path, f"t{size}", size, "model.memory=null", loss=4 - size / 1000)
-    write_size(tmp_path, "t3000", 3000, "model.memory=null", loss=1.0)
-    assert "left out, no average above 1.5, 1 run: t3000 (seed 0)" in build_scaling([tmp_path], irreducible=1.5).notes
-
-
 def test_runs_scored_on_other_sets_are_left_out(tmp_path):
     write_ladder(tmp_path)
     run = write_run(tmp_path / "other-0123abcd", "model.memory=null")
@@ -269,14 +221,3 @@ def test_runs_scored_on_other_sets_are_left_out(tmp_path):
     assert "left out, scored on other sets than most runs, 1 run: other (seed 0)" in report.notes
     assert len(report.records) == 8
     assert len(build_scaling([tmp_path], measure="training loss").records) == 9
-
-
-def test_runs_without_a_loss_do_not_decide_which_sets_count(tmp_path):
-    for number, size in enumerate((1e6, 2e6, 4e6, 8e6)):
-        run = write_run(tmp_path / f"transformer-{number}-0123abcd", "model.memory=null")
-        finish(run, 3.0, parameters=int(size), sets={}, train_loss=None)
-        if number < 2:
-            finish(run, 3.0 - number / 10, parameters=int(size))
-    report = build_scaling([tmp_path], "average")
-    assert len(report.records) == 2
-    assert any("no average" in note and "2 runs" in note for note in report.notes)

@@ -101,15 +101,6 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_runs_of_two_seeds_point_to_the_ablation(tmp_path, capsys):
-    for seed in (0, 1):
-        language_runs.write_run(tmp_path / f"queue-seed={seed}-0123abc{seed}", losses=[3.0], seed=seed)
-    assert main(["report", "compare", str(tmp_path), "--different-data"]) == 0
-    assert "`report ablation` gives the means over the seeds" in capsys.readouterr().out
-    assert main(["report", "compare", str(tmp_path / "queue-seed=0-0123abc0")]) == 0
-    assert "report ablation" not in capsys.readouterr().out
-
-
 def test_training_data_are_compared_by_their_hashes(tmp_path):
     """Some have other intervals, or no record."""
     records = {"a": {10: "aa", 20: "bb", 30: "cc"}, "b": {20: "bb", 40: "dd"}, "none": {}, "c": {30: "ff", 40: "ee"}}

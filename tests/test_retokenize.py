@@ -160,13 +160,6 @@ def test_an_end_of_text_id_beyond_the_tokenizer_is_accepted(tmp_path):
     assert read_ids(convert(source, tmp_path / "new", NEOX)) == encode(NEW, ["one", "two"]).tolist()
 
 
-def test_a_file_without_end_of_text_is_reported(tmp_path, capsys):
-    convert(write(tmp_path / "a.npy", np.array(OLD.encode("one text").ids)), tmp_path / "new")
-    assert "a.npy: contains no end-of-text id 0, so it is one document" in capsys.readouterr().err
-    convert(write(tmp_path / "a.npy", encode(OLD, ["a", "b"])), tmp_path / "new")
-    assert "note" not in capsys.readouterr().err
-
-
 def test_invalid_utf8_is_replaced_and_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "BLOCK_TOKENS", 1)  # characters are split over blocks
     byte = {token: OLD.token_to_id(token) for token in ("ð", "Ł")}  # the bytes F0 and 9F
@@ -239,15 +232,6 @@ def test_an_unknown_id_is_refused(tmp_path, ids, message):
     with pytest.raises(RunError, match=rf"a\.npy: token id {message}.*set --from"):
         convert(tmp_path / "a.npy", tmp_path / "new", old)
     assert [path.name for path in (tmp_path / "new").iterdir()] == [".lock"]
-
-
-def test_raw_ids_of_four_bytes_need_their_type(tmp_path):
-    source, ids = tmp_path / "a.bin", encode(OLD, DOCUMENTS)
-    ids.astype("<u4").tofile(source)
-    with pytest.raises(RunError, match=r"a\.bin: its ids seem to have 4 bytes.*--dtype"):
-        convert(source, tmp_path / "new")
-    Retokenizer(KnownTokenizer(OLD, Path("old.json")), NEW, dtype="uint32").retokenize(source, tmp_path / "new")
-    assert read_ids(tmp_path / "new" / "a.bin") == encode(NEW, DOCUMENTS).tolist()
 
 
 def test_only_changed_files_are_converted_again(tmp_path, capsys):

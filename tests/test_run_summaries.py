@@ -11,7 +11,6 @@ from stackexp.cli import main
 from stackexp.errors import RunError
 from stackexp.frame import find_runs, read_run
 from stackexp.models.checkpoints import find_checkpoint
-from stackexp.reports.compare import format_size
 from stackexp.run_result import RunResult
 from stackexp.runs import RunFolder
 
@@ -162,7 +161,3 @@ def test_damaged_results_are_named(run, change, message):
     run.result.write_text(json.dumps(change))
     with pytest.raises(RunError, match=f"result.json: {message}; delete it and resume the run"):
         run.read_result()
-
-
-def test_sizes_are_formatted():
-    assert [format_size(n) for n in (5, 1234567, 2e9, 3e12)] == ["5 B", "1.2 MB", "2.0 GB", "3.0 TB"]

@@ -54,10 +54,7 @@ def measure_first_and_last_rank(overrides: list[str]) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [
-        pytest.param("fsdp", 64, marks=pytest.mark.process),
-        pytest.param("hsdp", 8, marks=pytest.mark.slow),
-    ],
+    [pytest.param("fsdp", 64, marks=pytest.mark.process), pytest.param("hsdp", 8, marks=pytest.mark.slow)],
 )  # 8 x 8 devices
 def test_rank_memory_matches_the_plan(strategy, ranks):
     overrides = [f"trainer={strategy}", "trainer.num_nodes=8"]

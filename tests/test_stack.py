@@ -3,8 +3,6 @@
 import contextlib
 import itertools
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -85,15 +83,6 @@ def test_invalid_options_are_rejected(name):
         stack.scan(*arguments, num_slots=6)
     with stack.use_implementation(name), pytest.raises(AssertionError, match="relu"):
         stack.scan(*arguments, tuple(maps), num_slots=7, feedback_activation="relu")
-
-
-@pytest.mark.parametrize("read", ["global", "top"])
-def test_first_token_receives_no_feedback(read):
-    """The read of an empty stack, R_{-1}, is 0."""
-    x, logits, query, slots, mask, *maps = make_detached(Case(7, 3, 2, 1, feedback="identity"))
-    state, options = StackState(slots, mask), {"num_slots": 7, "read": read}
-    plain = stack.scan(state, x, logits, query, **options)
-    torch.testing.assert_close(stack.scan(state, x, logits, query, tuple(maps), **options), plain)
 
 
 def test_step_computes_in_float32_under_autocast():
@@ -210,8 +199,3 @@ def test_the_choice_for_cuda_neither_breaks_a_graph_nor_warns(recwarn):
 
     assert choose(torch.ones(1))[1] in ("triton", "eager")
     assert not [warning for warning in recwarn if "Dynamo" in str(warning.message)]
-
-
-def test_numba_is_not_imported_before_a_scan():
-    code = "import sys, stackexp.stack; sys.exit('numba' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -131,24 +131,6 @@ def test_declared_encodings_are_read_and_broken_files_skipped(tmp_path):
     assert "csv.py" not in texts["stdlib-docstrings"]
 
 
-def test_cap_counts_bytes(tmp_path, monkeypatch):
-    root = fake_stdlib(tmp_path)
-    for n in range(8):
-        (root / f"module{n}.py").write_text("# " + "é" * 100)
-    monkeypatch.setattr(stdlib, "TRAIN_BYTES", 500)
-    texts = stdlib.read_stdlib(root)["train"].values()
-    sizes = [len(text.encode()) for text in texts]
-    assert sum(sizes) >= 500 > sum(sizes[:-1])
-
-
-def test_missing_library_source_is_a_one_line_error(tmp_path):
-    root = fake_stdlib(tmp_path)
-    (root / "asyncio" / "__init__.py").unlink()
-    with pytest.raises(RunError, match=r"nothing for stdlib-asyncio.*data\.kind=shards") as error:
-        stdlib.read_stdlib(root)
-    assert "\n" not in str(error.value)
-
-
 def test_unwritable_cache_is_a_one_line_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "file" / "cache"))

@@ -12,7 +12,6 @@ from config_files import BASE, build_sweep, write
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.errors import ConfigError
 from stackexp.sweeps import list_shipped
-from stackexp.sweeps.grid import shorten_keys
 from stackexp.sweeps.sweep import Sweep, load_last_run, load_sweep
 from stackexp.sweeps.trials import compute_config_hash
 
@@ -116,11 +115,6 @@ def test_resources_are_defaults_of_the_trainer():
     listed = [{"name": "a"}, {"name": "b", "trainer.num_nodes": 1, "seed": 1}]
     sweep = build_sweep("data.micro_batch_size=4", resources={"devices": 2, "num_nodes": 2}, list=listed)
     assert [(t.config.trainer.devices, t.config.trainer.num_nodes) for t in sweep.trials] == [(2, 2), (2, 1)]
-
-
-def test_labels_use_the_shortest_unique_key_suffix():
-    keys = [H, "model.num_heads", "optimizer.lr", "data.x.kind", "model.x.kind"]
-    assert list(shorten_keys(keys).values()) == ["H", "num_heads", "lr", "data.x.kind", "model.x.kind"]
 
 
 def test_hash_covers_options_that_change_the_results():
@@ -238,29 +232,12 @@ def test_invalid_values_are_errors_of_one_line(keys, message):
     assert message in get_error(**keys)
 
 
-@pytest.mark.parametrize("section", ["grid", "axes", "center", "resources"])
-def test_sections_may_be_empty(section):
-    sweep = build_sweep(**({"seeds": [1, 2]} | {section: {}}))
-    assert len(sweep.trials) == 2
-
-
 def test_an_unknown_sweep_suggests_the_file_or_folder_of_that_name():
     write("mine.yaml", "config: quickstart\n")
     write("runs/earlier/sweep.yaml", "config: quickstart\n")
     for target, hint in {"mine": "mine.yaml", "earlier": "runs/earlier"}.items():
         with pytest.raises(ConfigError, match=f"unknown sweep '{target}'.*; did you mean '{hint}'"):
             load_sweep(target)
-
-
-def test_paths_in_the_list_are_relative_to_the_file_in_its_copy_too(tmp_path, monkeypatch):
-    Path("studies").mkdir()
-    write("studies/base.yaml", Path(BASE).read_text())
-    write("studies/study.yaml", yaml.safe_dump({"config": BASE, "list": [{"name": "a", "config": "base.yaml"}]}))
-    sweep = load_sweep("studies/study.yaml")
-    names = [trial.name for trial in sweep.trials]
-    write("runs/study/sweep.yaml", sweep.to_yaml())
-    monkeypatch.chdir(tmp_path / "runs")
-    assert [trial.name for trial in load_sweep("study").trials] == names
 
 
 def test_errors_for_the_command_line():

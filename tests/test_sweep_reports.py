@@ -82,15 +82,6 @@ def test_figures_fix_the_other_keys_at_the_center(tmp_path):
     assert [(row["values"][H], row["values"][S]) for row in through_best] == [(1, 8), (1, 24)]
 
 
-def test_trials_of_a_list_may_have_different_keys(tmp_path, capsys):
-    sweep = build_sweep(list=[{"name": "a", H: 1}, {"name": "b", H: 2}, {"name": "c", S: 4}])
-    for trial, loss in zip(sweep.trials, (2.0, 2.1, 2.2), strict=True):
-        finish_trial(trial, loss)
-    rows = collect_results(sweep)
-    assert [row["name"] for row in select_results(rows, H, {})] == ["a", "b"]
-    assert {path.name for path in draw_results(sweep, rows, tmp_path)} == {"H.png", "H.pdf"}
-
-
 def test_trials_without_an_objective_are_named(capsys):
     sweep = build_sweep(grid={H: [1, 2]})
     finish_trial(sweep.trials[0], 2.0)
@@ -118,15 +109,6 @@ def test_status_shows_states_and_causes(capsys):
     assert rows[4][1:] == ["stopped", "7/300", "3.250", "1"]
     assert rows[5][1:] == ["waiting", "0/300"]
     assert " ".join(rows[-1]).endswith("4 trials: 1 waiting, 1 stopped, 1 failed, 1 done; no worker is running")
-
-
-def test_records_with_values_of_another_type_do_not_end_the_status(capsys):
-    for trial in build_sweep(grid={H: [1]}).trials:
-        trial.folder.path.mkdir(parents=True)
-        trial.folder.metrics.write_text('{"step": 7, "train/loss": 3.25}\n{"step": "x", "train/loss": [1]}\n')
-        trial.failure.write_text(json.dumps({"cause": ["disk"], "attempts": "3", "tried_again": False}))
-    assert cli.main(["sweep", "status", "study.yaml"]) == 0
-    assert read_lines(capsys)[2][1:5] == ["failed", "7/300", "3.250", "3"]
 
 
 def test_status_uses_the_overrides_of_the_last_run(capsys):
@@ -175,12 +157,6 @@ def test_errors_of_the_command_line(capsys):
     assert not Path("runs").exists()
 
 
-def test_stop_without_a_worker(capsys):
-    build_sweep(grid={H: [1]})
-    assert cli.main(["sweep", "stop", "study.yaml"]) == 0
-    assert capsys.readouterr().out == "runs/study: nothing to stop\n1 trials: 1 waiting\n"
-
-
 @pytest.mark.parametrize(
     ("names", "expected"),
     [(["formal/quick"], True), (["quickstart"], False), (["ablation"], False), (["formal/quick", "mine.yaml"], False)],
@@ -201,13 +177,3 @@ def test_finished_sweep_prints_the_scores_of_both_models_once(capsys):
     assert [row[:3] for row in rows] == [["stacktrans", "1.000", "1.000"], ["transformer", "0.500", "0.500"]]
     assert printed.count("o stacktrans   x transformer") == 1
     assert load_sweep("runs/formal/quick").trials == [stacktrans, transformer]
-
-
-def test_bigram_counts_of_other_data_have_their_own_row(capsys):
-    sweep = build_sweep(grid={"data.vocab_size": [512, 1024]})
-    for trial, loss in zip(sweep.trials, [5.0, 7.0], strict=True):
-        finish_trial(trial, 3.0, bigrams={"sets": {}, "average": {"loss": loss}}, tokens=1024)
-    assert cli.main(["sweep", "results", "study.yaml"]) == 0
-    printed = capsys.readouterr().out
-    assert "bigram counts (1,024 tokens, data.vocab_size=512)  " in printed
-    assert "bigram counts (1,024 tokens, data.vocab_size=1024)" in printed

@@ -46,14 +46,6 @@ def count_states(sweep: Sweep) -> Counter:
     return Counter(trial.state.name for trial in Study(sweep).build_study().trials)
 
 
-def test_search_concentrates_where_results_are_good():
-    order = run_all(build(trials=24, space={LR: SPACE[LR]}), lambda values: abs(1e-2 - values[LR]) / values[LR])
-    assert len({trial.folder for trial in order}) == 24
-    is_near = [3e-3 < trial.values[LR] < 3e-2 for trial in order]
-    assert sum(is_near[14:]) > 2 * sum(is_near[:10])
-    assert order[0].name.startswith("lr=")
-
-
 @pytest.mark.parametrize("kind", ["tpe", "random"])
 def test_an_interrupted_search_draws_the_same_trials(kind):
     """Every worker draws as if it had drawn all trials before."""
@@ -156,13 +148,6 @@ def test_a_search_prunes_high_losses_and_low_accuracies(metric, best):
 def test_a_search_without_trials_has_a_status():
     sweep = build(space=SPACE)
     assert "no trials yet; no worker is running" in format_sweep_status(sweep, [])
-
-
-def test_trials_of_another_search_are_ignored():
-    other = build_sweep(overrides=["model.memory=null"], search={"space": {LR: SPACE[LR]}})
-    start(other.build_trial({LR: 1e-3}, "lr=0.001"))
-    sweep = build(trials=1, space=SPACE)
-    assert sweep.trials == []
 
 
 def test_a_search_over_the_proportions_of_streams_resumes():

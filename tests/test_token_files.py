@@ -158,13 +158,6 @@ def test_the_error_names_a_corrupt_record(tmp_path, text):
         TokenFile(path)
 
 
-def test_the_error_names_an_unreadable_record(tmp_path):
-    path = write(tmp_path / "set.npy", [1])
-    get_record_path(path).mkdir()
-    with pytest.raises(RunError, match=r"set\.npy\.json: cannot be read \(Is a directory\)"):
-        TokenFile(path)
-
-
 def test_a_large_file_is_not_loaded_into_memory(tmp_path):
     """A sparse file of 6 GB is opened and cut with little memory."""
     path = tmp_path / "large.npy"
@@ -235,17 +228,6 @@ def test_token_ids_give_the_same_set_as_their_text(tokenizer, ids, text_set, tmp
     assert corpus.bytes == sum(len(text.encode()) for text in DOCUMENTS)
     assert corpus.sources == [name]
     assert TokenSet(tmp_path / "set").corpus == corpus
-
-
-def test_files_with_records_in_two_processes(tokenizer, ids, record, tmp_path):
-    middle = int(np.flatnonzero(ids == 0)[1]) + 1
-    (tmp_path / "source").mkdir()
-    for name, part in {"a.npy": ids[:middle], "b.npy": ids[middle:]}.items():
-        write_token_file(tmp_path / "source" / name, [part], **record)
-    corpus = prepare_set(tmp_path / "source", tmp_path / "set", tokenizer=tokenizer, workers=2, unit_bytes=1)
-    assert corpus.tokens == len(ids)
-    assert len(list((tmp_path / "set").glob("unit.*"))) == 2
-    assert corpus.sources == ["a.npy", "b.npy"]
 
 
 def assert_refused(source: Path, folder: Path, message: str, **options) -> None:

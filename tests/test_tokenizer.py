@@ -125,11 +125,6 @@ def test_training_on_text_without_spaces_is_not_quadratic():
     assert np.array(tokenizer.encode("x" * 3000).ids).size < 30
 
 
-def test_token_bytes_without_an_end_of_text_token():
-    tokenizer = Tokenizer(models.BPE({"a": 0, "bc": 1}, []))
-    assert tok.count_token_bytes(tokenizer).tolist() == [1, 2]
-
-
 def test_fingerprint_ignores_the_layout_of_the_file(trained, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(trained.to_str()), indent=3))

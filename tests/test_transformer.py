@@ -122,16 +122,6 @@ def test_later_tokens_do_not_change_earlier_logits(name):
     assert all((after[0, t] - before[0, t]).abs().max() > 1e-9 for t in range(4, T))
 
 
-@pytest.mark.parametrize("axis", ["time", "token_major"])
-def test_stack_carries_information_without_attention(axis):
-    model, tokens = make_model({"axis": axis}), make_tokens()
-    for layer in model.layers:
-        torch.nn.init.zeros_(layer.attention.o_proj.weight)
-    before, changed = model(tokens).logits, tokens.clone()
-    changed[:, 0] = (changed[:, 0] + 1) % VOCAB
-    assert (model(changed).logits[:, 1] - before[:, 1]).abs().max() > 1e-9
-
-
 @pytest.mark.parametrize("name", MEMORIES)
 @pytest.mark.parametrize("chunks", [[1] * T, [5, 1, 3], [T - 1, 1]])
 def test_cached_logits_match_full_forward(name, chunks):

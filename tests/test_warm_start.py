@@ -264,15 +264,6 @@ def test_a_run_starts_from_given_weights_and_resumes_without_them(trained, tmp_p
     assert f"origin       {session['origin']['path']}, step 12, SHA-256 {session['origin']['sha256']}\n" in shown
 
 
-def test_a_stable_phase_is_branched_into_a_decay(trained, tmp_path):
-    checkpoint = trained / "checkpoints" / "00000008"
-    decay = ("schedule.kind=linear", "schedule.warmup_steps=0", "schedule.final_fraction=0", "trainer.max_steps=4")
-    run = fit(trained, tmp_path, f"warm_start.weights={checkpoint}", *decay, "seed=1")
-    rates = [line["train/lr"] for line in run.read_metrics() if "train/lr" in line]
-    assert rates == pytest.approx([0.003 * factor for factor in (0.75, 0.5, 0.25, 0)])
-    assert losses(run)[1] < losses(RunFolder(trained))[4]
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("source", ["checkpoint", "safetensors"])
 def test_two_sharded_processes_start_like_one(trained, tiny, tmp_path, source):
