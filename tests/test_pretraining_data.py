@@ -14,14 +14,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from loaders import TEXTS, TOKENIZER, T, build_config, build_loader, run_ranks
-from streaming import LocalDataset
 from torch import multiprocessing
 
 from stackexp.config.data import ShardsConfig, StdlibConfig
 from stackexp.data import stdlib
 from stackexp.data.shards import TokenSet
 from stackexp.data.units import write_documents
-from stackexp.datamodules.node_storage import remove_prefix
 from stackexp.datamodules.pretraining import PretrainingData, StdlibData
 from stackexp.datamodules.token_stream import TokenSource, TokenStream
 from stackexp.errors import RunError
@@ -142,15 +140,6 @@ def test_without_shuffling_the_order_is_that_of_the_set(folder):
     assert indices[88:] == indices[:88]
 
 
-def test_batches_hold_the_sequences_of_the_set(folder):
-    tokens, reference = TokenSet(folder), LocalDataset(str(folder))
-    assert len(tokens) == len(reference)
-    for batch in build_loader(build_config(path=str(folder))):
-        assert batch["tokens"].dtype == torch.int64
-        for row, index in zip(batch["tokens"], batch["index"].tolist(), strict=True):
-            assert row.tolist() == tokens[index].tolist() == reference[index]["tokens"].tolist()
-
-
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_two_ranks_read_the_same_global_batches_as_one(folder, tmp_path, nodes):
     config = build_config(path=str(folder), num_canonical_nodes=nodes, micro_batch_size=2)
@@ -190,14 +179,6 @@ def test_runs_that_start_together_use_separate_shared_memory(folder):
         run.join()
     assert [run.exitcode for run in runs] == [0] * 6
     assert [queue.get() for _ in runs] == [93] * 6
-
-
-def test_lock_files_are_removed(folder):
-    stream = open_stream(folder)
-    list(stream)
-    prefix = stream._shm_prefix_int
-    remove_prefix(f"{prefix:06}")
-    assert not list(Path(tempfile.gettempdir()).glob(f"{prefix:06}_*_filelock"))
 
 
 def test_the_standard_library_is_prepared_once(tmp_path, monkeypatch):

@@ -1,16 +1,11 @@
 """Progress on standard error: a bar in a terminal, lines in a file."""
 
 import io
-import os
-import pty
 import re
-import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
-from records import only_run
 
 from stackexp.cli import main
 from stackexp.config.experiment import LoggingConfig
@@ -101,30 +96,6 @@ def test_log_file_of_a_run_has_lines_without_carriage_returns(tiny, capsys):
     assert re.match(r"step 1/12: loss [56]\.", lines[0])
     assert re.fullmatch(r"step 5/12: loss 5\.\d+, [\d,]+ tokens/s, \d+ s left", lines[4])
     assert lines[-1].startswith("step 12/12: validation loss 5.")
-
-
-@pytest.mark.process
-def test_bar_in_a_terminal_of_80_columns(program, tiny, tmp_path):
-    main, terminal = pty.openpty()
-    command = [sys.executable, "-m", "stackexp", "fit", "--config", str(tiny)]
-    subprocess.run(["stty", "cols", "80", "rows", "24"], stdin=terminal, check=True)
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=program.environment, stdout=subprocess.DEVNULL, stderr=terminal, stdin=terminal
-    )
-    os.close(terminal)
-    output = b""
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline:
-        try:
-            output += os.read(main, 65536)
-        except OSError:  # the program has closed the terminal
-            break
-    assert process.wait() == 0
-    frames = [frame for frame in re.split(rb"[\r\n]+", output) if b"12/12" in frame]
-    assert frames
-    assert max(len(re.sub(rb"\x1b\[[A-Z0-9]*", b"", frame).decode()) for frame in frames) <= 80
-    assert b"validating" in output
-    assert only_run(tmp_path / "runs").is_finished
 
 
 def test_durations_have_two_units():

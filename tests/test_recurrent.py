@@ -164,18 +164,6 @@ def test_recurrent_models_have_the_decoder_interface(kind):
         model(make_tokens(), documents=make_tokens())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_meta_device_initialization_matches_direct_initialization(kind):
-    direct = make_model(kind, dtype=torch.float32)
-    with torch.device("meta"):
-        model = make_model(kind, dtype=torch.float32)
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    model.init_weights()
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in direct.state_dict().items())
-    assert not torch.equal(model.head.weight, make_model(kind, 1, torch.float32).head.weight)
-
-
 def test_forget_gate_starts_open():
     layer = make_model("lstm").layers[0]
     assert (layer.bias_ih_l0 + layer.bias_hh_l0).tolist() == [0] * 10 + [1] * 10 + [0] * 20

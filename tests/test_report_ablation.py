@@ -147,18 +147,6 @@ def test_later_validations_fill_v2_and_v3(runs):
     assert any(note.startswith("missing V2 and V3") and str(transformer) in note for note in report.notes)
 
 
-def test_only_an_arm_that_stands_out_is_a_variant_of_the_paper(runs):
-    finish(write_run(runs / "small-0123abcd", "model.memory=queue"), 3.0)
-    finish(write_run(runs / "other-0123abcd", "model.memory=null"), 3.0)
-    finish(write_run(runs / "H=1-0123abcd", "model.memory=single_head"), 3.0)  # a cell of a grid
-    for name in ("push-a", "push-b"):
-        finish(write_run(runs / f"{name}-0123abcd", "model.memory=push_only", "optimizer.lr=0.1"), 3.0)
-    rows = [row[:2] for row in build_ablation([runs]).tables[0].rows]
-    assert rows[:3] == [["transformer", "3"], ["stacktrans", "3"], ["small (Queue)", "1"]]
-    assert rows[3:5] == [["push_only", "0"], ["single_head", "0"]]
-    assert [name for name, _ in rows[6:]] == ["H=1", "other", "push-a", "push-b", "value_skip"]
-
-
 def test_diverged_runs_have_no_losses(runs):
     for seed, loss in enumerate((None, float("nan"), 4.0)):
         (run,) = runs.glob(f"stacktrans-seed={seed}-*")

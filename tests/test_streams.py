@@ -143,11 +143,6 @@ def test_a_source_without_a_sequence_in_the_epoch_is_named(sets):
         build_loader(mix(sets, {"books": {"proportion": 1}, "math": {"proportion": 1e-9}}))
 
 
-def test_less_than_one_global_batch_is_reported(sets):
-    with pytest.raises(RunError, match=r"set data\.global_batch_tokens=\d+ or less"):
-        build_loader(mix(sets, {"books": {}, "code": {}}, global_batch_tokens=T * 4096))
-
-
 @given(st.integers(0, 10**12), st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9))
 def test_apportion_is_exact_in_sum_and_within_one(total, shares):
     parts = apportion(total, shares)

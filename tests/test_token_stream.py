@@ -22,7 +22,6 @@ from streaming import Stream, StreamingDataset
 from stackexp.cli import main
 from stackexp.config.data import ShardsConfig, StreamConfig
 from stackexp.data import hash_log
-from stackexp.data.shards import TokenSet
 from stackexp.datamodules.node_storage import SourceError
 from stackexp.datamodules.token_stream import TokenSource, TokenStream, _set_up_worker
 from stackexp.runs import RunFolder
@@ -94,12 +93,6 @@ def test_a_filled_cache_downloads_no_shards(s3, url, local_samples):
     s3.requests.clear()
     assert read_samples(build_loader(build_config(remote=url)), epochs=2) == local_samples
     assert s3.count_downloads(".mds") == 0
-
-
-def test_remote_can_be_a_path(s3, remote_set, local_samples, tmp_path):
-    config = build_config(remote=str(remote_set), path=str(tmp_path / "cached"))
-    assert read_samples(build_loader(config), epochs=2) == local_samples
-    assert len(list((tmp_path / "cached").rglob("*.mds"))) == len(TokenSet(remote_set).files)
 
 
 def test_a_mixture_never_evicts_shards_of_a_local_set(s3, url, remote_set, tmp_path):

@@ -209,19 +209,6 @@ def test_lower_precision_logits_match_float64(name, precision):
     assert model.embedding.weight.grad.dtype == model.embedding.weight.dtype
 
 
-@pytest.mark.parametrize("name", ["none", "depth", "feedback", "feedback_hidden"])
-@pytest.mark.parametrize("init", ["fan_in", "normal"])
-def test_meta_device_initialization_matches_direct_initialization(name, init):
-    direct = make_model(MEMORIES[name], init=init, dtype=torch.float32)
-    with torch.device("meta"):
-        model = make_model(MEMORIES[name], init=init, dtype=torch.float32)
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    model.init_weights()
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in direct.state_dict().items())
-    torch.testing.assert_close(model(make_tokens()).logits, direct(make_tokens()).logits)
-
-
 def test_initialization_scales_down_residual_outputs():
     model = make_model(hidden_size=128, intermediate_size=512, vocab_size=500, dtype=torch.float32)
     sigmas = {"attention.q_proj": 128, "feed_forward.up_proj": 128}

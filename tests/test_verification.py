@@ -157,25 +157,17 @@ def test_pickled_column_with_the_name_of_another_is_refused(tmp_path, known):
     assert not marker.exists()
 
 
-UNUSABLE_NAMES = ["average", "whole", "loss", "", " ", "a/b", "a\nb", "\x1b[31m"]
-
-
-@pytest.mark.parametrize("name", UNUSABLE_NAMES)
-def test_unusable_set_names_in_a_config_are_refused(tmp_path, name):
+@pytest.mark.parametrize("name", ["average", "whole", "loss", "", " ", "a/b", "a\nb", "\x1b[31m"])
+def test_unusable_set_names_are_refused(tmp_path, name):
     config, shards = tmp_path / "x.yaml", {"kind": "shards", "path": "train", "validation": {name: "held-out"}}
     config.write_text(json.dumps({"defaults": ["quickstart"], "data": shards}))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as in_config:
         compose([str(config)])
-    assert explain_set_name(name) in str(caught.value)
-    assert str(caught.value).isprintable()
-
-
-@pytest.mark.parametrize("name", UNUSABLE_NAMES)
-def test_unusable_set_names_on_the_command_line_are_refused(tmp_path, name):
-    data = PretrainingData(build_config(path=str(write_set(tmp_path / "set", 0, 40))), seed=0)
-    with pytest.raises(ConfigError, match=r"^--sets: ") as caught:
-        data.select_sets("validate", [f"{name}={tmp_path}/set"])
-    assert str(caught.value).isprintable()
+    assert explain_set_name(name) in str(in_config.value)
+    data = PretrainingData(build_config(path="unused"), seed=0)
+    with pytest.raises(ConfigError, match=r"^--sets: ") as on_command_line:
+        data.select_sets("validate", [f"{name}=unused"])
+    assert all(str(caught.value).isprintable() for caught in (in_config, on_command_line))
 
 
 INDEX_FIELDS = ["column_encodings", "column_names", "column_sizes", "compression", "format", "hashes", "version"]
