@@ -29,16 +29,10 @@ def test_scores_of_every_nth_length_are_not_biased(stride):
         assert abs(compute_scores(data, strided)[key] - score) < abs(plain - score) / 2
 
 
-@pytest.mark.parametrize(
-    ("options", "ranges"),
-    [
-        ({"eval_max_length": 100}, [(41, 100)]),
-        ({"eval_max_length": 60}, [(41, 60)]),
-        ({"max_length": 100, "eval_max_length": 200}, [(101, 200)]),
-    ],
-)
-def test_length_ranges_come_from_the_config(options, ranges):
-    assert get_ranges(FormalLanguageConfig(**options)) == ranges
+def test_length_ranges_come_from_the_config():
+    ranges = {(40, 100): [(41, 100)], (40, 60): [(41, 60)], (100, 200): [(101, 200)]}
+    for (trained, tested), expected in ranges.items():
+        assert get_ranges(FormalLanguageConfig(max_length=trained, eval_max_length=tested)) == expected
 
 
 def test_table_shows_scores_and_lengths_closest_to_round_values():

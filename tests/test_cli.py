@@ -17,7 +17,7 @@ from stackexp import cli
 from stackexp.config.compose import compose, load_config, to_yaml
 from stackexp.errors import ConfigError, FolderBusyError, RunError, StoppedError
 from stackexp.evaluation.request import EvaluationRequest
-from stackexp.verbs.parser import Verb, split_names
+from stackexp.verbs.parser import Verb
 
 HEAVY = {"torch", "lightning", "numpy", "streaming", "tensorboard", "tokenizers"}
 
@@ -27,42 +27,43 @@ def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["fit", "--config", "quickstart", "--print-config"],
-        ["fit", "--config", "quickstart", "model.memory.num_slot=3"],
-        ["validate", "--config", "quickstart", "--ckpt_path", "x", "model.memory.num_slot=3"],
-        ["configs", "show", "quickstat"],
-        ["generate", "--run", "nowhere"],
-        ["plan", "--config", "quickstart", "--mfu", "2"],
-        ["fit", "--config", "quickstart", "--ckpt_path", "nowhere"],
-        ["configs", "list"],
-        ["configs", "explain"],
-        ["validate", "--run", "run", "--ckpt_path", "nowhere"],
-        ["evaluate", "--run", "run", "--ckpt_path", "nowhere", "--tasks", "piqa"],
-        ["generate", "--run", "run", "--ckpt_path", "nowhere"],
-        ["checkpoint", "export", "--run", "nowhere", "--to", "out"],
-        ["checkpoint", "consolidate", "--run", "run", "--ckpt_path", "nowhere", "--to", "out.safetensors"],
-        ["test", "--run", "run"],
-        ["fit", "--config", "quickstart", "warm_start.weights=nowhere"],
-        ["inspect", "--run", "run", "--task", "reverse_strings"],
-    ],
-)
-def test_heavy_modules_are_imported_after_config_validation(arguments, tmp_path):
+LIGHT_COMMANDS = [
+    "--help",
+    "fit --config quickstart --print-config",
+    "fit --config quickstart model.memory.num_slot=3",
+    "validate --config quickstart --ckpt_path x model.memory.num_slot=3",
+    "configs show quickstat",
+    "generate --run nowhere",
+    "plan --config quickstart --mfu 2",
+    "fit --config quickstart --ckpt_path nowhere",
+    "configs list",
+    "configs explain",
+    "validate --run run --ckpt_path nowhere",
+    "evaluate --run run --ckpt_path nowhere --tasks piqa",
+    "generate --run run --ckpt_path nowhere",
+    "checkpoint export --run nowhere --to out",
+    "checkpoint consolidate --run run --ckpt_path nowhere --to out.safetensors",
+    "test --run run",
+    "fit --config quickstart warm_start.weights=nowhere",
+    "inspect --run run --task reverse_strings",
+]
+
+
+def test_heavy_modules_are_imported_after_config_validation(tmp_path):
+    """Run all commands in one process: the first command that imports a heavy module is the first that differs."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("defaults: [ablation/queue]\n")
-    code = (
-        "import sys, stackexp.cli\n"
-        "try: stackexp.cli.main(sys.argv[1:])\n"
-        "except SystemExit: pass\n"
-        f"print('heavy:', sorted({HEAVY} & set(sys.modules)))"
-    )
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "heavy: []", done.stderr
-    assert done.stderr.count("\n") <= 1
+    code = f"""
+import sys, stackexp.cli
+for command in {LIGHT_COMMANDS}:
+    try: stackexp.cli.main(command.split())
+    except SystemExit: pass
+    print("heavy:", command, *{HEAVY} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    found = [line for line in done.stdout.splitlines() if line.startswith("heavy: ")]
+    assert found == [f"heavy: {command}" for command in LIGHT_COMMANDS], done.stderr
+    assert done.stderr.count("\n") <= len(LIGHT_COMMANDS)
 
 
 @pytest.mark.parametrize(("arguments", "seconds"), [("--help", 0.3), ("fit --config quickstart --print-config", 1)])
@@ -135,6 +136,7 @@ def raise_error(error: BaseException):
 
 
 RERUN, RESUME = "rerun the command", "resume with `python -m stackexp fit --run runs/x`"
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x")
 QUOTA = OSError(errno.EDQUOT, "")
 QUOTA.add_note(RESUME)
 DENIED = PermissionError(errno.EACCES, "Permission denied", "runs/x")
@@ -147,11 +149,7 @@ ERRORS = [
     (StoppedError("runs/x: SIGTERM; newest checkpoint 00000004"), 75, "runs/x: SIGTERM; newest checkpoint 00000004\n"),
     (KeyboardInterrupt(), 130, "interrupted\n"),
     (KeyboardInterrupt("at step 3"), 130, "interrupted: at step 3\n"),
-    (
-        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x"),
-        1,
-        f"error: no space left on the disk at runs/x; free some space, then {RERUN}\n",
-    ),
+    (FULL, 1, f"error: no space left on the disk at runs/x; free some space, then {RERUN}\n"),
     (QUOTA, 1, f"error: disk quota exceeded; free some space, then {RESUME}\n"),
     (DENIED, 1, f"error: runs/x: Permission denied; {CHECK_PATH}\n"),
     (CROSS_DEVICE, 1, f"error: b: Invalid cross-device link; {CHECK_PATH}\n"),
@@ -261,10 +259,6 @@ def test_help_is_a_verb_too(capsys, verb):
     assert "usage: python -m stackexp" in printed[0]
 
 
-def test_lists_of_names_may_have_spaces_and_a_last_comma():
-    assert split_names("adapter, mhc,") == ["adapter", "mhc"]
-
-
 def test_errors_on_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "8")
     assert cli.main(["configs", "list", "foo"]) == 2
@@ -277,6 +271,4 @@ def test_a_missing_dependency_is_one_line(capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "stackexp.config.layers")
     monkeypatch.delitem(sys.modules, "stackexp.verbs.configs")
     assert cli.main(["configs", "list"]) == 1
-    assert capsys.readouterr().err == (
-        "error: the Python module yaml is not installed; install it, or stackexp with all its dependencies\n"
-    )
+    assert capsys.readouterr().err.startswith("error: the Python module yaml is not installed; ")

@@ -101,10 +101,9 @@ def test_ablations_use_olmo_hyperparameters():
     config = build("ablation/transformer")[0]
     assert config.total_tokens == pytest.approx(20e9, rel=1e-4)
     assert (config.data.context_length, config.data.global_batch_tokens) == (2048, 2_097_152)
-    optimizer = config.optimizer
+    optimizer, schedule = config.optimizer, config.schedule
     assert (optimizer.lr, optimizer.beta1, optimizer.beta2, optimizer.eps) == (4e-4, 0.9, 0.95, 1e-5)
     assert (optimizer.weight_decay, config.trainer.gradient_clip_val, config.trainer.z_loss) == (0.1, 1.0, 0.0)
-    schedule = config.schedule
     assert (schedule.kind, schedule.warmup_steps, schedule.final_fraction) == ("cosine", 200, 0.1)
     assert (config.model.init, config.trainer.precision) == ("fan_in", "bf16-mixed")
 
@@ -200,32 +199,27 @@ def test_formal_recipes_share_model_sizes_and_lengths(task):
     assert lengths == (40, 60, 500)
 
 
-@pytest.mark.parametrize("name", ["stacktrans-depth", "stack_attention"])
-def test_formal_baselines_differ_only_in_the_memory(name):
-    ours, plain = build(f"formal/{name}")[0], build("formal/transformer")[0]
-    data = dataclasses.replace(ours.data, eval_batch_size=plain.data.eval_batch_size)  # does not change the scores
-    model = dataclasses.replace(ours.model, memory=None)
-    assert dataclasses.replace(ours, name=plain.name, data=data, model=model) == plain
+def replace_memory(config, plain):
+    """Return a config with the memory and the name of `plain`."""
+    return dataclasses.replace(config, name=plain.name, model=dataclasses.replace(config.model, memory=None))
 
 
-def test_formal_stacktrans_changes_only_memory_curriculum_and_eps():
-    ours, plain = build("formal/stacktrans")[0], build("formal/transformer")[0]
-    data, model = dataclasses.replace(ours.data, **CURRICULUM), dataclasses.replace(ours.model, memory=None)
+def test_formal_baselines_differ_only_in_the_memory():
+    plain, ours = build("formal/transformer")[0], build("formal/stacktrans")[0]
+    for name in ("stacktrans-depth", "stack_attention"):
+        config = build(f"formal/{name}")[0]
+        data = dataclasses.replace(config.data, eval_batch_size=plain.data.eval_batch_size)
+        assert replace_memory(dataclasses.replace(config, data=data), plain) == plain
+    data = dataclasses.replace(ours.data, **CURRICULUM)
     optimizer = dataclasses.replace(ours.optimizer, eps=1e-8)
-    assert dataclasses.replace(ours, name=plain.name, data=data, model=model, optimizer=optimizer) == plain
-
-
-@pytest.mark.parametrize("name", ["lstm", "stack_rnn", "stack_attention", "transformer", "stacktrans-depth"])
-def test_formal_baselines_share_the_training_options(name):
-    config = build(f"formal/{name}")[0]
-    assert {key: getattr(config.data, key) for key in CURRICULUM} == CURRICULUM
-    assert config.optimizer.eps == 1e-8
-
-
-@pytest.mark.parametrize("name", ["lstm", "stack_rnn"])
-def test_recurrent_models_match_the_size_of_stacktrans(name):
-    parameters = build("formal/stacktrans")[1].num_parameters()
-    assert build(f"formal/{name}")[1].num_parameters() == pytest.approx(parameters, rel=0.02)
+    assert replace_memory(dataclasses.replace(ours, data=data, optimizer=optimizer), plain) == plain
+    for name in ("lstm", "stack_rnn", "stack_attention", "transformer", "stacktrans-depth"):
+        config, model = build(f"formal/{name}")
+        assert {key: getattr(config.data, key) for key in CURRICULUM} == CURRICULUM
+        assert config.optimizer.eps == 1e-8
+        if name in ("lstm", "stack_rnn"):
+            parameters = build("formal/stacktrans")[1].num_parameters()
+            assert model.num_parameters() == pytest.approx(parameters, rel=0.02)
 
 
 def test_formal_table_has_every_task_and_model():

@@ -1,5 +1,6 @@
 """The configuration reference is complete, and docs/configuration.md is current."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,17 +22,10 @@ SHIPPED += ("attention_residual", "dense_former", "hyper_connections", "mhc", "r
 SHIPPED += ("value_skip", "adamw", "muon", "cosine", "linear", "wsd")
 
 
-def shipped_keys():
-    """The keys without those of kinds that other tests have registered."""
-    return [key for key in list_keys() if key.kind in ("", *SHIPPED)]
-
-
-@pytest.mark.parametrize("key", shipped_keys(), ids=lambda key: f"{key.name}-{key.kind}")
-def test_every_key_has_a_sentence_and_a_type(key):
-    assert key.description.endswith(".")
-    assert key.description[0].isupper()
-    assert len(key.description) > 10
-    assert "<class" not in key.type
+def test_every_key_has_a_sentence_and_a_type():
+    """Keys of kinds that other tests have registered are left out."""
+    keys = [key for key in list_keys() if key.kind in ("", *SHIPPED)]
+    assert [k.name for k in keys if not re.fullmatch(r"[A-Z].{9,}\.", k.description, re.S) or "<class" in k.type] == []
 
 
 @pytest.mark.parametrize("config", ["quickstart", "pretrain/stacktrans-360m", "formal/lstm", "formal/stack_rnn"])
@@ -46,9 +40,8 @@ def test_every_key_of_a_config_is_in_the_reference(config):
 def test_page_is_current():
     """If this fails: python -m stackexp configs explain > docs/configuration.md."""
     command = [sys.executable, "-m", "stackexp", "configs", "explain"]  # without the kinds that other tests register
-    assert (
-        PAGE.read_text(encoding="utf-8") == subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    )
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert PAGE.read_text(encoding="utf-8") == printed
 
 
 def test_one_key_is_explained(capsys):
@@ -72,18 +65,9 @@ def test_a_section_is_a_table_of_its_keys_and_the_end_of_a_key_is_enough(capsys)
     assert "model.num_slots (kind stack_rnn)\n" in texts
 
 
-@pytest.mark.parametrize(
-    ("symbol", "key"),
-    [
-        ("d_s", "head_dim"),
-        ("S", "num_slots"),
-        ("H", "num_heads"),
-        ("slot_size", "head_dim"),
-        ("lambda", "entropy_weight"),
-    ],
-)
-def test_symbols_of_the_paper_find_their_keys(symbol, key):
-    assert f"model.memory.{key} (kind stack)\n" in explain(symbol)
+def test_symbols_of_the_paper_find_their_keys():
+    keys = {"d_s": "head_dim", "S": "num_slots", "H": "num_heads", "slot_size": "head_dim", "lambda": "entropy_weight"}
+    assert [s for s, key in keys.items() if f"model.memory.{key} (kind stack)\n" not in explain(s)] == []
 
 
 def test_unknown_keys_are_reported():
