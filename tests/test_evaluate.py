@@ -121,15 +121,13 @@ def test_batch_size_and_process_count_do_not_change_scores(fitted, record, tmp_p
             assert all(sets[name][key] == figures[key] for key in ("instances", "tokens", "bytes"))
 
 
-def test_fit_result_has_scores_over_full_sets(fitted, record):
+def test_validation_samples_the_sets_evenly_and_the_result_has_full_sets(fitted, record):
     result = read_json(fitted.result)
     assert all(result[key] == record[key] for key in ("sets", "groups", "average"))
     table = (fitted.path / "validate.md").read_text()
     assert "v2: means of 3 sets" in table
     assert f"{record['sets']['left']['loss']:.4f}" in table
 
-
-def test_validation_during_training_samples_the_sets_evenly(fitted):
     lines = [line for line in fitted.read_metrics() if "val/loss/average" in line]
     assert [line["step"] for line in lines] == [6, 12]
     averages = {f"val/v2/average/{figure}" for figure in ("loss", "perplexity", "exp_mean_loss")}
@@ -167,6 +165,14 @@ def test_tensorboard_has_the_scores_at_the_checkpoint_step(fitted, group):
     values = {e.step: e.value for e in EventAccumulator(str(fitted.path)).Reload().Scalars("val/whole/v2/a")}
     assert values[8] == pytest.approx(record["sets"]["v2/a"]["loss"])
 
+    for old in fitted.path.glob("*.evaluation"):
+        old.unlink()
+    with fitted.lock():  # as a running fit, whose event file is kept
+        evaluate(fitted, "--sets", "v2")
+    assert not list(fitted.path.glob("*.evaluation"))
+    events = EventAccumulator(str(fitted.path / "validate")).Reload()
+    assert [e.step for e in events.Scalars("val/whole/v2/a")] == [12]
+
 
 def test_json_is_all_that_is_printed(fitted, capsys):
     assert main(["validate", "--run", str(fitted.path), "--sets", "left", "--json"]) == 0
@@ -175,16 +181,6 @@ def test_json_is_all_that_is_printed(fitted, capsys):
     assert "average of sets" in printed.err
     for options in (["--config", "x", "--ckpt_path", "y"], ["--run", str(fitted.path), "--by_position"]):
         assert main(["validate", *options, "--json"]) == 2
-
-
-def test_evaluation_keeps_the_event_file_of_a_running_fit(fitted):
-    for old in fitted.path.glob("*.evaluation"):
-        old.unlink()
-    with fitted.lock():
-        evaluate(fitted, "--sets", "v2")
-    assert not list(fitted.path.glob("*.evaluation"))
-    events = EventAccumulator(str(fitted.path / "validate")).Reload()
-    assert [e.step for e in events.Scalars("val/whole/v2/a")] == [12]
 
 
 def test_sets_can_be_given_on_the_command_line(fitted, corpus, tmp_path, monkeypatch, caplog):
@@ -314,40 +310,21 @@ def make_request(run: RunFolder, *sets: str, overrides: tuple[str, ...] = (), ck
     return EvaluationRequest("validate", config, run, ckpt_path, sets)
 
 
-def test_set_key_changes_with_every_input_of_its_scores(fitted, tmp_path):
-    rng = np.random.default_rng(0)
-    for name in ("set00", "set01"):
-        (tmp_path / f"{name}.npy").write_bytes(rng.integers(1, VOCAB, 2 * CHUNK).astype("<u2").tobytes())
-
+def test_set_key_changes_with_every_input_of_its_scores(fitted, many_sets):
     def keys(*overrides: str, checkpoint: str = "00000012") -> dict[str, str]:
-        request = make_request(fitted, f"g={tmp_path}", overrides=overrides)
+        request = make_request(fitted, f"g={many_sets}", overrides=overrides)
         alone = Processes(0, 1, None)
         return compute_keys("validate", request.config, open_data(request), alone, fitted.checkpoints / checkpoint)
 
     first = keys()
-    assert list(first) == ["g/set00", "g/set01"]
     assert keys("data.eval_batch_size=3", "trainer.devices=1", "logging.progress_bar=false") == first
     others = [keys("data.score_remainder=true"), keys("data.context_length=16"), keys(checkpoint="00000008")]
     others += [keys("model.memory.eval_num_slots=8"), keys("trainer.precision=bf16-true")]
     for other in others:
         assert not set(other.values()) & set(first.values())
-    (tmp_path / "set01.npy").write_bytes((tmp_path / "set01.npy").read_bytes()[: -2 * CHUNK])
+    (many_sets / "set01.npy").write_bytes((many_sets / "set01.npy").read_bytes()[: -2 * CHUNK])
     changed = keys()
     assert [name for name in first if changed[name] != first[name]] == ["g/set01"]
-
-
-def test_partial_results_of_another_evaluation_are_not_read(tmp_path):
-    path = tmp_path / "x.jsonl"
-    first, second = PartialResults(path, {"a": "1", "b": "3"}), PartialResults(path, {"a": "2"})
-    assert first.load() == {}
-    assert not path.exists(), "an evaluation that fails at once leaves nothing"
-    path.write_text('{"key": "truncated by a ki')
-    first.add("a", {"loss": 1.0})
-    second.add("a", {"loss": 2.0})
-    assert first.load() == {"a": {"loss": 1.0}}
-    assert second.load() == {"a": {"loss": 2.0}}
-    second.delete()
-    assert not path.exists()
 
 
 def test_different_options_use_separate_output_files(fitted, tmp_path):

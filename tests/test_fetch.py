@@ -19,7 +19,7 @@ from processes import wait_until
 from stackexp.cli import main
 from stackexp.data import fetch as fetching
 from stackexp.data.olmo import OlmoSet, list_olmo_sets
-from stackexp.data.token_files import TokenFile, read_record
+from stackexp.data.token_files import read_record
 
 
 @pytest.fixture
@@ -33,15 +33,6 @@ def fetch_from(tmp_path):
     return fetch_from
 
 
-@pytest.mark.parametrize("end", [0, 50_276, 50_279])
-def test_the_last_id_ends_documents(fetch, server, tmp_path, end):
-    server.files[PTB.path] = make_ids(1, end=end)
-    assert fetch("v2", "--only", "ptb") == 0
-    record = read_record(PTB.file(tmp_path / "to"))
-    assert record.end_of_text == end
-    assert record.documents == (TokenFile(PTB.file(tmp_path / "to")).tokens == end).sum()
-
-
 @pytest.mark.parametrize(
     ("ids", "end"),
     [
@@ -50,9 +41,10 @@ def test_the_last_id_ends_documents(fetch, server, tmp_path, end):
         ([5, 50_279, 7, 0, 8, 0], 0),
         ([5, 50_279, 0, 50_279, 8], 50_279),  # truncated
         ([5, 50_276, 8], None),
+        ([5, 50_276, 8, 50_276], 50_276),
     ],
 )
-def test_a_truncated_file_is_reported(fetch, server, tmp_path, capsys, ids, end):
+def test_the_last_id_ends_documents_and_a_truncated_file_is_reported(fetch, server, tmp_path, capsys, ids, end):
     server.files[PTB.path] = np.array(ids, "<u2").tobytes()
     assert fetch("v2", "--only", "ptb") == 0
     record = read_record(PTB.file(tmp_path / "to"))
@@ -80,17 +72,13 @@ def test_all_sets_are_fetched_with_records_and_a_table(fetch, server, tmp_path, 
     assert row == ["v2/ptb", "2", "5,000", "10,000", record.sha256[:12]]
 
 
-def test_complete_sets_are_kept(fetch, server, capsys):
+@pytest.mark.parametrize("damage", ["file", "record"])
+def test_complete_sets_are_kept_and_a_damaged_one_is_fetched_again(fetch, server, tmp_path, capsys, damage):
     fetch("v2", "--only", "ptb,ice")
     requests = len(server.requests)
     assert fetch("v2", "--only", "ptb", "ice") == 0
     assert len(server.requests) == requests
     assert "v2/ptb: already fetched" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("damage", ["file", "record"])
-def test_a_damaged_set_is_fetched_again(fetch, tmp_path, damage):
-    fetch("v2", "--only", "ptb")
     path = PTB.file(tmp_path / "to")
     if damage == "file":
         path.write_bytes(path.read_bytes()[:-2])
@@ -225,10 +213,7 @@ def test_files_of_another_tokenizer_are_not_overwritten(fetch, tmp_path, capsys)
         (["v2", "--mirror", "no-such-folder"], "--mirror no-such-folder: no such folder"),
         (["v2", "--mirror", "s3://bucket"], "expected http://..., https://... or a folder"),
         *((["v2", "--mirror", url], f"--mirror {url}: not a valid URL") for url in ("http://[::1/x", "http://h/a b")),
-        *(
-            (["v2", "--mirror", f"http://{rest}"], "not a valid URL")
-            for rest in ("h:port/x", "/x", f"{'h' * 64}/x", "é")
-        ),
+        *((["v2", "--mirror", f"http://{x}"], "not a valid URL") for x in ("h:port/x", "/x", f"{'h' * 64}/x", "é")),
         (["v2", "--mirror", "http://me:secret@host/x"], "--mirror: the URL contains a user name or password"),
     ],
 )
@@ -275,7 +260,7 @@ def test_without_ranges_or_a_version_the_full_file_is_sent_again(fetch, server, 
 
 
 @pytest.mark.parametrize("if_range", [True, False])
-@pytest.mark.parametrize("size", [5000, 4000, 1000])
+@pytest.mark.parametrize("size", [5000, 1000])
 def test_a_file_that_changes_on_the_server_starts_over(fetch, server, tmp_path, if_range, size):
     contents = iter([CONTENT[PTB], *[make_ids(99, size)] * 3])
     server.files, server.if_range = SimpleNamespace(get=lambda path: next(contents)), if_range
@@ -284,23 +269,16 @@ def test_a_file_that_changes_on_the_server_starts_over(fetch, server, tmp_path, 
     assert read_fetched(tmp_path, PTB) == make_ids(99, size)
 
 
-@pytest.mark.parametrize("status", [503, 429])
-def test_a_busy_server_is_retried(fetch, server, tmp_path, status):
-    server.faults[PTB.path] = [status, status]
-    assert fetch("v2", "--only", "ptb") == 0
-    assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
-    assert len(server.requests) == 3
-
-
 @pytest.mark.parametrize(("value", "seconds"), [("0", 0.25), ("7", 7.0), ("Fri, 31 Dec 2027 23:59:59 GMT", 0.25)])
-def test_retry_after_sets_the_pause(fetch, server, monkeypatch, value, seconds):
+def test_a_busy_server_is_retried_after_the_pause_that_it_sets(fetch, server, tmp_path, monkeypatch, value, seconds):
     slept = []
     monkeypatch.setattr(fetching, "MAX_PAUSE_SECONDS", 60.0)
     monkeypatch.setattr(fetching.time, "sleep", slept.append)
     monkeypatch.setattr(fetching, "PAUSE_SECONDS", 0.25)
     server.headers["Retry-After"] = value
-    server.faults[PTB.path] = [503, 503]
+    server.faults[PTB.path] = [503, 429]
     assert fetch("v2", "--only", "ptb") == 0
+    assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
     assert [s for s in slept if s] == [seconds, max(seconds, 0.5)]
 
 
@@ -314,13 +292,12 @@ def test_a_server_that_stays_busy_fails_only_its_set(fetch, server, tmp_path, ca
     assert read_fetched(tmp_path, ICE) == CONTENT[ICE]
 
 
-@pytest.mark.parametrize(("status", "name"), [(404, "Not Found")])
-def test_a_missing_file_is_not_retried(fetch, server, capsys, status, name):
-    server.faults[ICE.path] = [status]
+def test_a_missing_file_is_not_retried(fetch, server, capsys):
+    server.faults[ICE.path] = [404]
     assert fetch("v2") == 1
     out, error = capsys.readouterr()
     assert [line for line in error.splitlines() if "error: " in line] == [
-        f"error: v2/ice: {server.url}/{ICE.path}: HTTP {status} {name}",
+        f"error: v2/ice: {server.url}/{ICE.path}: HTTP 404 Not Found",
         "error: 1 of 13 sets could not be fetched: v2/ice; see the errors above",
     ]
     assert len(server.requests) == 13
@@ -332,8 +309,8 @@ def test_a_missing_file_is_not_retried(fetch, server, capsys, status, name):
     ("header", "value", "message"),
     [
         ("Content-Length", "10002", "the connection closed after 10,000 of 10,002 bytes, 6 times in a row"),
-        ("Content-Length", None, "the server sends the file compressed or without its length"),
-        ("Content-Encoding", "gzip", "the server sends the file compressed or without its length"),
+        ("Content-Length", None, "compressed or without its length"),
+        ("Content-Encoding", "gzip", "compressed or without its length"),
     ],
 )
 def test_an_incomplete_or_encoded_response_is_refused(fetch, server, tmp_path, capsys, header, value, message):
@@ -359,15 +336,6 @@ def test_an_unreachable_server_prints_the_urls(tmp_path, capsys, monkeypatch):
     assert line.startswith(f"error: {host} cannot be reached from this machine (")
     assert "wget -x -nH --cut-dirs=2 -i urls.txt -P copies" in line
     assert "--mirror copies" in line
-
-
-def test_only_missing_urls_are_printed(fetch, server, capsys):
-    assert fetch("v2", "--only", "ptb", "ice") == 0
-    capsys.readouterr()
-    server.shutdown()
-    server.server_close()
-    assert fetch("v2", "--only", "ptb", "ice", "gab") == 1
-    assert capsys.readouterr().out.splitlines() == [f"{server.url}/{OlmoSet('v2', 'gab').path}"]
 
 
 @pytest.mark.parametrize("is_permanent", [False, True])
@@ -428,5 +396,4 @@ def test_redirects_to_other_schemes_are_refused(fetch, server, target, tmp_path,
 def test_file_larger_than_the_free_space_is_refused_before_the_download(fetch, server, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fetching.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     assert fetch("v2", "--only", "ptb") == 1
-    message = f"{len(CONTENT[PTB]):,} bytes are needed, but only 100 are free; free space or choose another --to"
-    assert message in capsys.readouterr().err
+    assert f"{len(CONTENT[PTB]):,} bytes are needed, but only 100 are free" in capsys.readouterr().err
