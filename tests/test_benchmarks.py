@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -33,14 +32,14 @@ def run_benchmark(name: str, *arguments: str | Path) -> str:
     return subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize(("name", "command"), gpu.list_steps(Path("out")).items(), ids=lambda value: value[:20])
-def test_every_gpu_step_names_files_and_configs_that_exist(name, command):
-    if "--config" in command:
-        config, *rest = command[command.index("--config") + 1 :]
-        compose([config], [word for word in rest if "=" in word and not word.startswith("--")])
-    else:
-        script = next(word for word in command if word.endswith(".py") or word == "pytest")
-        assert script == "pytest" or (BENCHMARKS.parent / script).is_file()
+def test_every_gpu_step_names_files_and_configs_that_exist():
+    for command in gpu.list_steps(Path("out")).values():
+        if "--config" in command:
+            config, *rest = command[command.index("--config") + 1 :]
+            compose([config], [word for word in rest if "=" in word and not word.startswith("--")])
+        else:
+            script = next(word for word in command if word.endswith(".py") or word == "pytest")
+            assert script == "pytest" or (BENCHMARKS.parent / script).is_file()
 
 
 def test_gpu_steps_run_every_gpu_test_except_slow_ones():
@@ -51,20 +50,16 @@ def test_gpu_steps_run_every_gpu_test_except_slow_ones():
     assert command[:6] == [sys.executable, "-m", "pytest", "-v", "-m", "gpu and not slow"]
 
 
-def test_log_of_a_step_that_is_ended_names_the_finished_tests(tmp_path, monkeypatch):
-    file = tmp_path / "test_it.py"
-    file.write_text("import time\n\ndef test_quick():\n    pass\n\ndef test_slow():\n    time.sleep(100)\n")
-    monkeypatch.setattr(gpu, "STEP_SECONDS", 8)
-    command = [sys.executable, *gpu.PYTEST[1:4], "-p", "no:cacheprovider", str(file)]
+def test_a_step_that_takes_too_long_is_ended_and_keeps_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "STEP_SECONDS", 2)
+    command = [sys.executable, "-c", "import time; print('first', flush=True); time.sleep(100)"]
     assert gpu.run_step("tests", command, tmp_path)["exit_code"] == 124
-    log = (tmp_path / "tests.log").read_text()
-    assert re.search(r"::test_quick PASSED", log)
-    assert re.search(r"::test_slow $", log), "the test that was running"
+    assert "first\n" in (tmp_path / "tests.log").read_text()
 
 
 def test_cross_entropy_compares_whole_and_chunked():
-    sizes = {"tokens": 64, "batch_size": 2, "vocab_size": 50, "hidden_size": 16, "chunk": 16, "rounds": 2}
-    output = run_benchmark("cross_entropy.py", *(f"--{name}={value}" for name, value in sizes.items()))
+    sizes = ("--tokens=64", "--batch_size=2", "--vocab_size=50", "--hidden_size=16", "--chunk=16", "--rounds=2")
+    output = run_benchmark("cross_entropy.py", *sizes)
     assert [line.split()[0] for line in output.splitlines()[2:]] == ["whole", "chunked"]
 
 
@@ -185,16 +180,6 @@ def test_efficiency_compiles_every_model(monkeypatch):
     assert torch._dynamo.config.recompile_limit == limits
 
 
-def test_models_beyond_the_limit_of_graphs_raise(monkeypatch):
-    torch.compiler.reset()
-    monkeypatch.setattr(benchmarking, "GRAPHS_PER_MODEL", 1)
-    function = torch.compile(lambda x, n: x * n, backend="eager", dynamic=False)
-    with benchmarking._limit_graphs(1, True):
-        function(torch.ones(2), 2)
-        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-            function(torch.ones(3), 3)
-
-
 def test_a_case_runs_with_its_own_implementation(monkeypatch):
     used = []
     select = dispatch._select
@@ -212,15 +197,6 @@ def test_rounds_alternate_and_warmup_does_not_count():
     results = benchmarking.alternate(["A", "B"], lambda subject: order.append(subject) or len(order), rounds=2)
     assert order == ["A", "B", "B", "A", "A", "B", "B", "A", "A", "B"]
     assert results == [[8, 9], [7, 10]]
-
-
-def test_clock_counts_thread_time_only_where_this_thread_does_the_work(monkeypatch):
-    threads = 1
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert benchmarking.choose_clock(torch.device("cpu")) is time.thread_time
-    assert benchmarking.choose_clock(torch.device("cuda")) is time.perf_counter
-    threads = 2
-    assert benchmarking.choose_clock(torch.device("cpu")) is time.perf_counter
 
 
 def test_ratio_is_the_median_of_paired_ratios():
