@@ -39,10 +39,7 @@ def test_training_step_passes_document_bounds():
 @pytest.mark.parametrize(
     ("overrides", "found"),
     [
-        (
-            ["model.attention=varlen", "trainer.precision=32-true"],
-            "varlen requires",
-        ),
+        (["model.attention=varlen", "trainer.precision=32-true"], "varlen requires"),
         (["model.attention=flash_attn", "model.positional=alibi"], "flash_attn does not support positional: alibi"),
         (["model.attention=flex", "trainer.accelerator=cpu"], "flex requires CUDA, found trainer.accelerator cpu"),
         (["model.attention=flash"], "expected one of sdpa, flex, varlen, flash_attn, found 'flash'; did you mean"),
@@ -55,23 +52,16 @@ def test_unsupported_backend_options_are_config_errors(overrides, found):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
-def test_missing_cuda_is_one_line_error(backend, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config = compose_config(f"model.attention={backend}", "trainer.precision=bf16-mixed", "trainer.accelerator=auto")
-    with pytest.raises(ConfigError, match=rf"^model\.attention={backend} needs a CUDA device, not cpu; set .*=sdpa$"):
-        LanguageModeling(config)
-
-
-def test_missing_flash_attn_package_is_one_line_error(monkeypatch):
+def test_missing_kernels_are_one_line_errors(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    config = compose_config("model.attention=flash_attn", "trainer.precision=bf16-mixed", "trainer.accelerator=cuda")
+    overrides = ("model.attention=flash_attn", "trainer.precision=bf16-mixed", "trainer.accelerator=cuda")
     with pytest.raises(ConfigError, match=r"^model\.attention=flash_attn needs the package flash-attn \(.*\); pip .*$"):
-        LanguageModeling(config)
-
-
-def test_missing_kernels_raise_in_forward():
+        LanguageModeling(compose_config(*overrides))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for backend in ("varlen", "flash_attn"):
+        overrides = (f"model.attention={backend}", "trainer.precision=bf16-mixed", "trainer.accelerator=auto")
+        with pytest.raises(ConfigError, match=rf"^model\.attention={backend} needs a CUDA device, not cpu; .*=sdpa$"):
+            LanguageModeling(compose_config(*overrides))
         with pytest.raises(ConfigError, match="needs a CUDA device"):
             make_model(backend)(TOKENS)
     with pytest.raises(ConfigError, match="no backward pass on CPUs"):

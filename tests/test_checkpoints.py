@@ -104,7 +104,6 @@ def test_progress_is_noted_while_files_grow(tmp_path, monkeypatch):
     writer = CheckpointWriter(noted.set)
     writer.save(tmp_path / "00000003", collect_tensors(*make_model()), make_state(), lambda: None)
     writer.wait()
-    assert (tmp_path / "00000003").exists()
 
 
 def write_forever(folder: Path) -> None:
@@ -322,28 +321,22 @@ def test_incompatible_checkpoints_are_refused_in_one_line(saved, tmp_path):
         assert "not a stackexp checkpoint" in get_error(checkpoints.load_state, saved)
 
 
-@pytest.mark.parametrize("length", [0, 700])
-def test_a_damaged_state_is_reported_in_one_line(saved, length):
-    state = saved / "state.pt"
-    state.write_bytes(state.read_bytes()[:length])
-    write_manifest(saved, 3, None)
-    message = get_error(checkpoints.load_state, saved)
-    assert "00000003: damaged" in message
-    assert "use an older one" in message
-
-
 @pytest.mark.parametrize(("file", "content"), [("*.distcp", "half"), ("*.distcp", None), (".metadata", b"x" * 100)])
-def test_damaged_tensor_files_are_reported_in_one_line(saved, file, content):
+def test_damaged_files_are_reported_in_one_line(saved, file, content):
     (path,) = saved.glob(file)
     if content is None:
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if content == "half" else content)
     model, optimizer = make_model()
-    for message in (
+    messages = [
         get_error(checkpoints.check_files, saved),
         get_error(checkpoints.load_tensors, collect_tensors(model, optimizer), saved),
         get_error(checkpoints.load_weights, model, saved),
-    ):
-        assert "00000003: damaged" in message
-        assert "use an older one" in message
+    ]
+    state = saved / "state.pt"
+    for length in (700, 0):
+        state.write_bytes(state.read_bytes()[:length])
+        write_manifest(saved, 3, None)
+        messages.append(get_error(checkpoints.load_state, saved))
+    assert all("00000003: damaged" in message and "use an older one" in message for message in messages)

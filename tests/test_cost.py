@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 
 import pytest
 import torch
@@ -61,7 +60,7 @@ def test_flops_match_torch_plus_elementwise_stack(stack, tied):
 @pytest.mark.parametrize(
     ("precision", "checkpointing"), [("32-true", "false"), ("bf16-mixed", "true"), ("bf16-true", "false")]
 )
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("stack", ["transformer", "stacktrans", "push_only", "authors_code", "time"])
 def test_fake_tensor_memory_matches_real_tensors(stack, precision, checkpointing):
     config = small(
         *STACKS[stack], f"trainer.precision={precision}", f"trainer.activation_checkpointing={checkpointing}"
@@ -74,7 +73,7 @@ def test_fake_tensor_memory_matches_real_tensors(stack, precision, checkpointing
 
 
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
-@pytest.mark.parametrize("stack", ["transformer", "stacktrans", "queue", "full_dim", "authors_code"])
+@pytest.mark.parametrize("stack", ["stacktrans", "full_dim", "authors_code"])
 def test_counted_memory_matches_the_allocator(stack, checkpointing, tmp_path):
     """Run on real tensors; torch's profiler records every allocation, including those inside kernels."""
     config = small(*STACKS[stack], f"trainer.activation_checkpointing={checkpointing}")
@@ -152,11 +151,6 @@ def test_autocast_counts_a_copy_of_each_matrix():
     matrices = [p for p in cost.build_meta_model(small("model.memory=null")).parameters() if p.ndim == 2]
     assert training.gathered == 2 * sum(p.numel() for p in matrices)
     assert make_plan(small("model.memory=null")).training.gathered == 0
-
-
-def test_no_extrapolated_size_is_negative():
-    sizes = memory_use._extrapolate([[1, 1], [1, 2]], [Counter(a=2, b=1), Counter(a=1, b=2)], [1, 4])
-    assert sizes == {"a": 0, "b": 4}
 
 
 @pytest.mark.process
@@ -257,15 +251,12 @@ def test_suggests_combined_changes_when_no_single_change_fits(monkeypatch):
     assert plan_on_device(monkeypatch, 2.1, *settings).fits
 
 
-def test_suggests_a_larger_device_or_more_nodes(monkeypatch):
+def test_suggests_a_larger_device_or_more_nodes_or_nothing(monkeypatch):
     planned = plan_on_device(monkeypatch, 5)
     monkeypatch.setitem(DEVICES, "h200", Device("H200", 989e12, 1.0))
     assert "--device h200 (962.56 MiB usable)" in suggest_changes(planned)
+    text = suggest_changes(plan_on_device(monkeypatch, 0.5))
+    assert text.startswith("it needs 1.55 MiB even with trainer.activation_checkpointing=true")
     sharded = ["trainer.strategy=fsdp", "trainer.devices=2", "data.global_batch_tokens=2048"]
     peak = make_plan(small("data.kind=shards", "data.path=x", *sharded)).peak / 2**20
     assert "trainer.num_nodes=2" in suggest_changes(plan_on_device(monkeypatch, peak - 0.1, *sharded))
-
-
-def test_no_suggestion_when_nothing_fits(monkeypatch):
-    text = suggest_changes(plan_on_device(monkeypatch, 0.5))
-    assert text.startswith("it needs 1.55 MiB even with trainer.activation_checkpointing=true")

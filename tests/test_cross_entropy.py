@@ -220,10 +220,8 @@ def test_liger_kernel_on_gpu_matches_chunked(z_loss):
 def test_chunked_loss_in_float64_has_no_float32_constant():
     """1 / count in float32 had a relative error of 1e-8."""
     torch.manual_seed(0)
-    hidden, weight = (
-        torch.randn(1, 8, 4, dtype=torch.float64),
-        torch.randn(9, 4, dtype=torch.float64, requires_grad=True),
-    )
+    hidden = torch.randn(1, 8, 4, dtype=torch.float64)
+    weight = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
     tokens = torch.randint(0, 9, (1, 8))
     losses = linear_cross_entropy(hidden, Head(weight), tokens)
     (gradient,) = torch.autograd.grad(losses.total, weight)

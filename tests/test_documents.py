@@ -21,11 +21,8 @@ from stackexp.modules.language_modeling import LanguageModeling
 DEPTH = {"axis": "depth"}
 
 
-def test_end_token_belongs_to_its_document():
+def test_documents_end_with_their_end_token_and_positions_restart():
     assert compute_document_ids(TOKENS, END).tolist() == [[0, 0, 0, 1, 1, 2, 3, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1]]
-
-
-def test_positions_restart_in_each_document():
     positions = compute_document_positions(compute_document_ids(TOKENS, END))
     assert positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6, 7]]
 
@@ -109,12 +106,7 @@ def test_document_mask_changes_the_training_loss(tiny, corpus, tmp_path):
     tokenizer = load_tokenizer(corpus["train"] / "tokenizer.json")
     write_documents(tmp_path / "short", texts, tokenizer, 32)
     fit = ["fit", "--config", str(tiny), f"data.path={tmp_path}/short", "trainer.max_steps=1"]
-    fit += [
-        "schedule.warmup_steps=0",
-        "trainer.val_check_interval=null",
-        "logging.progress_bar=false",
-        "logging.loggers=[]",
-    ]
+    fit += ["schedule.warmup_steps=0", "trainer.val_check_interval=null", "logging.loggers=[]"]
     found = {}
     for mask in (False, True):
         root = tmp_path / str(mask)

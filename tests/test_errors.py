@@ -6,17 +6,9 @@ from stackexp.cli import main
 from stackexp.errors import escape, mask_secrets
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("plain: é\nsecond", "plain: é second"),
-        ("\x1b[31mred\x07", r"\x1b[31mred\x07"),
-        ("a\tb\x00\u202e", r"a\tb\x00\u202e"),
-    ],
-)
-def test_messages_are_printable(text, expected):
-    assert escape(text) == expected
-    assert escape(text).isprintable()
+def test_messages_are_printable():
+    assert escape("plain: é\nsecond") == "plain: é second"
+    assert escape("\x1b[31mred\x07\ta\x00\u202e") == r"\x1b[31mred\x07\ta\x00\u202e"
 
 
 @pytest.mark.parametrize(

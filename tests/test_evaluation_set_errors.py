@@ -6,17 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evaluation_files import (
-    IDS,
-    T,
-    V,
-    make_json_lines,
-    open_one,
-    read_tokens,
-    split_ids,
-    write_mds,
-    write_raw,
-)
+from evaluation_files import IDS, T, V, make_json_lines, open_one, read_tokens, split_ids, write_mds, write_raw
 from test_retokenize import NEOX
 
 from stackexp.data.evaluation_sets import find_sets
@@ -49,10 +39,7 @@ BAD = {
         "its ids seem to have 4 bytes.* give --dtype to .*data retokenize",
     ),
     "negative ids": (lambda f: np.save(f / "x.npy", np.full(50, -1)), "token id -1"),
-    "an unknown suffix": (
-        lambda f: (f / "x.csv").write_bytes(b"x"),
-        r"unknown suffix; expected one of",
-    ),
+    "an unknown suffix": (lambda f: (f / "x.csv").write_bytes(b"x"), r"unknown suffix; expected one of"),
     "no text": (lambda f: (f / "x.jsonl").write_bytes(b"\n"), "contains no tokens"),
     "a corrupt gzip": (
         lambda f: (f / "x.jsonl.gz").write_bytes(gzip.compress(make_json_lines())[:-40]),
@@ -114,19 +101,13 @@ def test_two_files_with_one_name_are_refused(tmp_path):
 
 def test_a_missing_set_is_reported_with_the_command_that_creates_it(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        RunError, match=r"data/olmo/v2: no such folder; fetch them with: python -m stackexp data fetch v2$"
+    for name, path, message in (
+        ("v2", "data/olmo/v2", r"data/olmo/v2: no such folder; .*: python -m stackexp data fetch v2$"),
+        ("v3", "mine/v3", r"fetch v3; for another vocabulary .* data retokenize data/olmo/v3 --to mine/v3"),
+        ("x", "nowhere", r"nowhere: no such file or folder for set x; .* data prepare SOURCE --to nowhere"),
     ):
-        find_sets("v2", Path("data/olmo/v2"))
-    with pytest.raises(
-        RunError,
-        match=r"fetch v3; for another vocabulary .* data retokenize data/olmo/v3 --to mine/v3",
-    ):
-        find_sets("v3", Path("mine/v3"))
-    with pytest.raises(
-        RunError, match=r"nowhere: no such file or folder for set x; .* data prepare SOURCE --to nowhere"
-    ):
-        find_sets("x", Path("nowhere"))
+        with pytest.raises(RunError, match=message):
+            find_sets(name, Path(path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match=r"empty: contains no sets; expected .*\.npy"):
         find_sets("x", Path("empty"))

@@ -73,6 +73,11 @@ def test_a_prepared_set_is_concatenated_and_cut_at_any_context_length(tmp_path, 
 
 
 def test_a_text_file_is_one_document(tmp_path, known):
+    """Equal bytes in another format are another set."""
+    (tmp_path / "a.jsonl").write_bytes(make_json_lines())
+    (tmp_path / "a.txt").write_bytes(make_json_lines())
+    assert read_tokens(open_one(tmp_path / "a.jsonl", known)) == IDS
+    assert read_tokens(open_one(tmp_path / "a.txt", known)) != IDS
     (tmp_path / "text.txt").write_text(TEXTS[0] + TEXTS[1])
     assert read_tokens(open_one(tmp_path / "text.txt", known)) == [*TOKENIZER.encode(TEXTS[0] + TEXTS[1]).ids, 0]
 
@@ -113,13 +118,6 @@ def test_a_damaged_file_in_the_cache_is_replaced(tmp_path, known, cache):
     for damaged in (whole[:-2], whole[:-2] + bytes(255 - byte for byte in whole[-2:])):
         file.write_bytes(damaged)
         assert read_tokens(open_one(tmp_path / "text.jsonl", known)) == IDS
-
-
-def test_equal_bytes_of_another_format_are_another_set(tmp_path, known):
-    (tmp_path / "a.jsonl").write_bytes(make_json_lines())
-    (tmp_path / "a.txt").write_bytes(make_json_lines())
-    assert read_tokens(open_one(tmp_path / "a.jsonl", known)) == IDS
-    assert read_tokens(open_one(tmp_path / "a.txt", known)) != IDS
 
 
 def open_in_process(path: Path, tokenizer: Path, start, queue) -> None:

@@ -137,10 +137,6 @@ def test_exit_of_a_forked_child_keeps_the_lock(tmp_path):
         os.waitpid(child, 0)
         assert not is_free(path)
     assert is_free(path)
-
-
-def test_lock_is_released_after_an_error(tmp_path):
-    path = tmp_path / "lock"
     with pytest.raises(ZeroDivisionError), files.hold_lock(path, "the test"):
         raise ZeroDivisionError
     assert is_free(path)

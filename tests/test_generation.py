@@ -69,9 +69,9 @@ def test_temperature_divides_the_logits(temperature):
     torch.testing.assert_close(frequencies, (logits[0] / temperature).softmax(-1), rtol=0, atol=0.015)
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.7, [0, 0.5, 0, 0.25]), (0.5, [0, 0.5, 0, 0]), (0.0, [0, 0.5, 0, 0])])
-def test_top_p_of_four_tokens(top_p, kept):
-    assert keep_nucleus(torch.tensor([[0.1, 0.5, 0.15, 0.25]]), top_p).tolist() == [kept]
+def test_top_p_of_four_tokens():
+    for top_p, kept in {0.7: [0, 0.5, 0, 0.25], 0.5: [0, 0.5, 0, 0], 0.0: [0, 0.5, 0, 0]}.items():
+        assert keep_nucleus(torch.tensor([[0.1, 0.5, 0.15, 0.25]]), top_p).tolist() == [kept]
 
 
 @settings(deadline=None)

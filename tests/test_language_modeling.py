@@ -37,9 +37,6 @@ def test_the_objective_is_the_sum_of_its_terms(batch):
         "the logged loss is the cross entropy alone"
     )
     assert 0 < metrics["train/action_entropy"] <= math.log(3) + 1e-6
-
-
-def test_without_a_memory_the_objective_is_the_cross_entropy(batch):
     lm = build("model.memory=null")
     assert lm.training_step(batch, 0).item() == lm.step_metrics.drain()["train/loss"]
 
@@ -54,9 +51,6 @@ def test_gradients_are_clipped_by_the_global_norm(batch):
     assert before.norm() > 0.01
     torch.testing.assert_close(after, before * 0.01 / before.norm(), rtol=1e-3, atol=1e-9)
     assert lm.step_metrics.drain()["train/grad_norm"] == pytest.approx(before.norm().item(), rel=1e-5)
-
-
-def test_without_a_limit_gradients_are_unchanged(batch):
     lm = build("trainer.gradient_clip_val=null")
     lm.training_step(batch, 0).backward()
     before = [p.grad.clone() for p in lm.parameters()]

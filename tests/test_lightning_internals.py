@@ -4,7 +4,6 @@ import inspect
 import signal
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -52,9 +51,8 @@ class Validate(pl.Callback):
 def test_a_validation_before_the_first_step_runs_all_batches_and_the_fit_continues():
     callback = Validate()
     options = {"max_steps": 4, "limit_val_batches": 3, "num_sanity_val_steps": 0, "enable_checkpointing": False}
-    make_trainer(**options, val_check_interval=100, check_val_every_n_epoch=None, callbacks=[callback]).fit(
-        BoringModel()
-    )
+    options |= {"val_check_interval": 100, "check_val_every_n_epoch": None, "callbacks": [callback]}
+    make_trainer(**options).fit(BoringModel())
     assert callback.steps == [1, 2, 3, 4]
     assert callback.validated == [0, 0, 0]
 
@@ -85,6 +83,6 @@ def test_the_writer_of_tensorboard_is_opened_at_its_first_use(tmp_path):
     logger.finalize("success")
 
 
-@pytest.mark.parametrize("name", ["init_train_tqdm", "init_validation_tqdm", "reset_dataloader_idx_tracker"])
-def test_the_progress_bar_has_the_methods_that_are_overridden(name):
-    assert callable(getattr(pl.callbacks.TQDMProgressBar, name))
+def test_the_progress_bar_has_the_methods_that_are_overridden():
+    for name in ("init_train_tqdm", "init_validation_tqdm", "reset_dataloader_idx_tracker"):
+        assert callable(getattr(pl.callbacks.TQDMProgressBar, name))

@@ -35,7 +35,7 @@ def fit(config, *options: str) -> None:
 
 
 def read_curve(folder, tag: str) -> list[tuple[int, float]]:
-    return [(point.step, point.value) for point in EventAccumulator(str(folder)).Reload().Scalars(tag)]
+    return [(point.step, point.value) for point in read_events(folder).Scalars(tag)]
 
 
 @pytest.fixture
@@ -238,7 +238,8 @@ def test_mistakes_in_the_config(override, words):
 # TensorBoard
 
 
-def make_probed_line() -> dict[str, float]:
+@pytest.fixture(scope="module")
+def probed_line() -> dict[str, float]:
     """Return everything that a real module and callback log at a probed step, with two layers."""
     small = ["hidden_size=16", "num_layers=2", "intermediate_size=16", "num_heads=2", "num_kv_heads=1"]
     overrides = [f"model.{option}" for option in (*small, "vocab_size=300")]
@@ -253,24 +254,21 @@ def make_probed_line() -> dict[str, float]:
     return {"step": 1, "tokens": 16, "time": 1000.0} | module.step_metrics.drain()
 
 
-def set_tags_of(figure: str) -> set[str]:
-    return {f"val/{figure}/{name}" for name in ("left", "right", "average")}
+SETS = {
+    f: {f"val/{f}/{name}" for name in ("left", "right", "average")} for f in ("loss", "perplexity", "bits_per_byte")
+}
 
 
 V3_AVERAGES = {f"val/whole/v3/average/{figure}" for figure in ("perplexity", "exp_mean_loss")}
 SHOWN_TAGS = {
     "Training": {
-        "loss": {"train/loss"} | set_tags_of("loss"),
+        "loss": {"train/loss"} | SETS["loss"],
         "loss by tokens": {"train/loss_by_tokens"},
         "gradient norm": {"train/grad_norm"},
         "learning rate": {"train/lr"},
         "tokens per second": {"train/tokens_per_second"},
     },
-    "Validation": {
-        "loss": set_tags_of("loss"),
-        "perplexity": set_tags_of("perplexity"),
-        "bits per byte": set_tags_of("bits_per_byte"),
-    },
+    "Validation": {figure.replace("_", " "): tags for figure, tags in SETS.items()},
     "V2": {
         "loss": {"val/v2/a", "val/v2/average/loss"},
         "mean perplexity": {"val/v2/average/perplexity", "val/v2/average/exp_mean_loss"},
@@ -286,11 +284,6 @@ SHOWN_TAGS = {
 
 def read_events(folder) -> EventAccumulator:
     return EventAccumulator(str(folder)).Reload()
-
-
-@pytest.fixture(scope="module")
-def probed_line() -> dict[str, float]:
-    return make_probed_line()
 
 
 @pytest.mark.parametrize("objective", ["language_modeling", "transduction"])
