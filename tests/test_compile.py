@@ -30,9 +30,9 @@ VOCAB, B, T = 13, 2, 9
 VARIANTS = {
     "transformer": None,
     "stacktrans": {},
-    "queue": {"discipline": "queue", "site": "after_attention", "num_heads": 1},
+    "queue": {"discipline": "queue", "site": "after_attention", "num_heads": 1, "read": "top"},
     "push_only": {"discipline": "push_only", "read_mask": "log"},
-    "full_dim": {"projection": "none", "head_dim": 8},
+    "full_dim": {"projection": "none", "head_dim": 8, "action_noise": 0.5, "action_sharpness": 2.0},
     "authors_code": {
         "site": "after_attention",
         "projection": "shared_slices",
@@ -41,8 +41,6 @@ VARIANTS = {
         "read_mask": "additive",
         "residual_gate": "read",
     },
-    "top": {"read": "top", "site": "before_attention"},
-    "noisy": {"action_noise": 0.5, "action_sharpness": 2.0},
     "attention_residual": AttentionResidualConfig(),
     "dense_former": DenseFormerConfig(),
     "hyper_connections": HyperConnectionsConfig(),

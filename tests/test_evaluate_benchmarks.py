@@ -49,11 +49,12 @@ def test_smollm2_is_the_group_of_all_shipped_tasks():
     assert TaskLoader().expand(["smollm2_piqa", "smollm2"])[0] == "smollm2_piqa"
 
 
+ANIMALS = [" a dog", " a fish", " a stone"]
 PROMPTS = {
-    "smollm2_arc_easy": ("Question: Which animal barks?\nAnswer:", [" a dog", " a fish", " a stone"]),
-    "smollm2_arc_challenge": ("Question: Which animal barks?\nAnswer:", [" a dog", " a fish", " a stone"]),
-    "smollm2_commonsense_qa": ("Which animal barks?", [" a dog", " a fish", " a stone"]),
-    "smollm2_openbookqa": ("Which animal barks?", [" a dog", " a fish", " a stone"]),
+    "smollm2_arc_easy": ("Question: Which animal barks?\nAnswer:", ANIMALS),
+    "smollm2_arc_challenge": ("Question: Which animal barks?\nAnswer:", ANIMALS),
+    "smollm2_commonsense_qa": ("Which animal barks?", ANIMALS),
+    "smollm2_openbookqa": ("Which animal barks?", ANIMALS),
     "smollm2_piqa": ("Question: open a door\nAnswer:", [" turn the handle", " eat the handle"]),
     "smollm2_mmlu": (
         "The following are questions about abstract algebra.\nQuestion: 2 + 2?\nAnswer:",
@@ -93,19 +94,12 @@ def test_gsm8k_has_five_worked_examples(datasets):
     assert all(text.startswith("Question: ") and "\nAnswer: It is " in text and "####" in text for text in examples)
 
 
-@pytest.mark.parametrize(
-    ("answer", "score"), [(" Paris\n\n", 1), ("the city", 0), ("PARIS!", 1), ("Paris, France", 0), ("", 0)]
-)
-def test_trivia_qa_compares_without_case_and_punctuation(answer, score):
+def test_answers_are_compared_as_text_or_by_the_number_after_the_mark():
     document = {"answer": {"aliases": ["Paris", "Paris, France", "City"]}}
-    assert prompts.score_trivia_qa(document, [answer]) == {"exact_match": score}
-
-
-@pytest.mark.parametrize(
-    ("answer", "score"), [("so #### 1200", 1), ("#### 1,200 #### 7", 1), ("1200", 0), ("#### 12", 0)]
-)
-def test_gsm8k_compares_the_number_after_the_mark(answer, score):
-    assert prompts.score_gsm8k({"answer": "It is 1,200.\n#### 1,200"}, [answer]) == {"exact_match": score}
+    for answer, score in {" Paris\n\n": 1, "the city": 0, "PARIS!": 1, "Paris, France": 0, "": 0}.items():
+        assert prompts.score_trivia_qa(document, [answer]) == {"exact_match": score}
+    for answer, score in {"so #### 1200": 1, "#### 1,200 #### 7": 1, "1200": 0, "#### 12": 0}.items():
+        assert prompts.score_gsm8k({"answer": "It is 1,200.\n#### 1,200"}, [answer]) == {"exact_match": score}
 
 
 # Scores
@@ -297,7 +291,6 @@ def test_a_tokenizer_without_an_end_is_refused(trained, tmp_path, capsys):
     ("task", "changes", "message"),
     [
         ("smollm2_hellaswag", {"label": "x"}, "the right answer is 'x', not one of 4 choices"),
-        ("smollm2_piqa", {"label": 2}, "the right answer is 2, not one of 2 choices"),
         ("smollm2_arc_easy", {"answerKey": "x"}, "'x' is not in list"),
     ],
 )
@@ -314,7 +307,6 @@ def test_a_document_without_a_right_answer_is_named(trained, datasets, task, cha
     [
         (["--tasks", "smollm2_pica"], "tasks: unknown task 'smollm2_pica'; did you mean 'smollm2_piqa'?"),
         (["--tasks", ""], "evaluate: --tasks: name tasks, such as smollm2 or arc_easy,piqa"),
-        (["--tasks", "smollm2", "--limit", "0"], "evaluate: argument --limit: expected an integer >= 1, found 0"),
         (["--tasks", "smollm2", "--out", "x.txt"], "evaluate: --out x.txt: must end in .json"),
         (["--tasks", "smollm2", "--datasets", "missing"], "evaluate: --datasets missing: no such folder"),
         (["--tasks", "smollm2", "--model", "hf:x"], "evaluate: give either --run FOLDER or --model hf:FOLDER"),
@@ -324,12 +316,6 @@ def test_mistakes_on_the_command_line(trained, arguments, message, monkeypatch, 
     monkeypatch.setattr(TaskLoader, "_all", TaskLoader._shipped)  # the whole list takes seconds to read
     assert evaluate("--run", trained, *arguments) == 2
     assert message in read_error(capsys)
-
-
-def test_missing_datasets_name_the_file(trained, tmp_path, capsys):
-    assert evaluate("--run", trained, "--tasks", "smollm2_piqa", "--datasets", tmp_path) == 1
-    file = tmp_path / "smollm2_piqa" / "validation.jsonl"
-    assert f"smollm2_piqa: no {file}; write one line for each document of 'baber/piqa'" in read_error(capsys)
 
 
 @pytest.mark.parametrize("examples", [0, 4])
@@ -351,22 +337,15 @@ def test_a_task_needs_one_example_more_if_its_shots_are_scored(datasets):
         TaskLoader(datasets, 2).load("smollm2_piqa")
 
 
-def test_a_failed_download_names_the_dataset(monkeypatch):
+def test_a_failed_download_and_a_missing_package_are_one_line(monkeypatch):
     import datasets
 
     def fail(**_):
         raise ConnectionError("no network\nat all")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(RunError, match=r"^smollm2_piqa: cannot load dataset 'baber/piqa' \(no network\); [^\n]+$"):
         TaskLoader().load("smollm2_piqa")
-    assert str(caught.value) == (
-        "smollm2_piqa: cannot load dataset 'baber/piqa' (no network); connect to it, or give "
-        "--datasets FOLDER with FOLDER/smollm2_piqa/validation.jsonl"
-    )
-
-
-def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"lm-eval: not installed; .* pip install 'stackexp\[eval\]'"):
         TaskLoader()
