@@ -210,7 +210,7 @@ def test_every_parameter_gets_a_gradient(name):
 def test_only_residual_streams_start_as_the_plain_transformer():
     model = build_model(MEMORIES["residual_streams"], is_random=False)
     model.memories[0].init_identity()
-    with pytest.raises(RunError, match="not supported by residual_stack with update: stack; use default"):
+    with pytest.raises(RunError, match="does not support residual_stack with update: stack; use default"):
         build_model(MEMORIES["residual_stack"]).memories[0].init_identity()
 
 

@@ -24,7 +24,7 @@ def find_commands(page: Path) -> list[list[str]]:
     lines = [line.partition(PREFIX)[2] for line in text.splitlines() if PREFIX in line]
     cells = [cell for line in text.splitlines() if line.startswith("|") for cell in re.findall(r"`([^`]+)`", line)]
     verbs = {name.split()[0] for name in cli.VERBS}
-    lines += [cell for cell in cells if " " in cell and cell.split()[0] in verbs]
+    lines += [cell for cell in cells if " " in cell and cell.split()[0] in verbs and cell not in cli.VERBS]
     lines = [line.replace("$SLURM_ARRAY_TASK_ID", "1") for line in lines]
     commands = [shlex.split(re.split(r"`| && |; do|; \w+$|\|| -->", line)[0], comments=True) for line in lines]
     return [command for command in commands if command and not {"VERB", "...", "$v"} & set(command)]

@@ -157,10 +157,10 @@ def test_a_resumed_set_with_changed_sources_equals_a_fresh_one(prepared, tmp_pat
     stop_before_merge(monkeypatch, data, tmp_path / "resumed", **settings)
     (data / "0.txt").write_text(TEXTS[0].swapcase() * 3)  # of the same size
     (data / "1.txt").unlink()
-    units = {path.name: path.stat().st_ino for path in (tmp_path / "resumed").glob("unit.*")}
+    units = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "resumed").glob("unit.*")}
     prepare_set(data, tmp_path / "resumed", **settings)
     assert "sources have changed (0.txt and 1 more); their units are prepared again" in capsys.readouterr().err
-    kept = [path for path in (tmp_path / "resumed").glob("unit.*") if units[path.name] == path.stat().st_ino]
+    kept = [path for path in (tmp_path / "resumed").glob("unit.*") if units[path.name] == path.stat().st_mtime_ns]
     assert len(kept) == 1
     prepare_set(data, tmp_path / "fresh", **settings)
     assert read_files(tmp_path / "resumed") == read_files(tmp_path / "fresh")
