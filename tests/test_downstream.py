@@ -62,22 +62,23 @@ def test_tasks_are_scored_without_changing_the_training(options, trained, tmp_pa
         assert [event.step for event in events.Scalars(tag)] == [4, 8, 12]
 
 
-@pytest.mark.parametrize("step", [8, 12])
-def test_a_stop_between_two_tasks_scores_all_of_them_on_resume(options, step, tmp_path, monkeypatch, capsys):
+def test_a_stop_between_two_tasks_scores_all_of_them_on_resume(options, tmp_path, monkeypatch, capsys):
+    """Stop one run twice: in the first of two tasks at step 8, and at step 12, the last one."""
     reference, run = RunFolder(tmp_path / "reference"), RunFolder(tmp_path / "stopped")
     assert main([*options, "--run", str(reference.path)]) == 0
-    original, calls = engine.score_task, []
+    original, tasks = engine.score_task, []
 
-    def score_and_stop(*arguments):
-        calls.append(arguments)
-        if len(calls) == step // 4 * len(TASKS) - 1:  # the first of two tasks
+    def score_and_stop(task, *arguments):
+        tasks.append(task)
+        if len(tasks) in (3, 6):  # step 4: 1 and 2; step 8: 3, after the stop 4 and 5; step 12: 6
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
+        return original(task, *arguments)
 
     monkeypatch.setattr(engine, "score_task", score_and_stop)
-    assert main([*options, "--run", str(run.path)]) == 75
-    assert f"newest checkpoint {step:08d}; resume with `python" in capsys.readouterr().err
-    assert list(read_scores(run)) == list(range(4, step, 4))
+    for step in (8, 12):
+        assert main([*options, "--run", str(run.path)]) == 75
+        assert f"newest checkpoint {step:08d}; resume with `python" in capsys.readouterr().err
+        assert list(read_scores(run)) == list(range(4, step, 4))
     assert main([*options, "--run", str(run.path)]) == 0
     assert read_scores(run) == read_scores(reference), "bit for bit"
     assert losses(run) == losses(reference)
