@@ -74,12 +74,9 @@ def test_an_answer_whose_first_token_begins_in_the_prompt_is_scored_as_a_whole()
     scores = [score for score, _ in lm.loglikelihood([ask("loglikelihood", *pair) for pair in pairs])]
     assert scores == pytest.approx([score_alone(lm, *pair) for pair in pairs], abs=1e-8)
     assert max(scores) < 0
-
-
-@pytest.mark.parametrize("prompt", ["a question", ""])
-def test_an_empty_answer_names_its_document(prompt):
-    with pytest.raises(RunError, match="task: document 0: the answer '' has no token; remove the document"):
-        build_model().loglikelihood([ask("loglikelihood", prompt, "")])
+    for prompt in ("a question", ""):
+        with pytest.raises(RunError, match="task: document 0: the answer '' has no token; remove the document"):
+            lm.loglikelihood([ask("loglikelihood", prompt, "")])
 
 
 def test_greedy_continuations_are_marked():
@@ -116,12 +113,15 @@ def test_generation_does_not_depend_on_the_batch(memory):
     assert len(set(together)) > 1
 
 
-def test_generation_stops_before_the_first_stop_string():
+def test_generation_stops_before_the_first_stop_string_or_at_the_limit():
     lm = build_model()
     (free,) = lm.generate_until([ask("generate_until", "ab", {"max_gen_toks": 8})])
     stop = free[3:5]
     (text,) = lm.generate_until([ask("generate_until", "ab", {"until": ["never seen", stop], "max_gen_toks": 8})])
     assert text == free[: free.index(stop)]
+    assert limit_new_tokens({}, 1024) == 256
+    assert limit_new_tokens({"max_new_tokens": 150, "max_gen_toks": None}, 1024) == 150
+    assert limit_new_tokens({"max_tokens": 150}, 200) == 100
 
 
 def test_unsupported_generation_is_refused():
@@ -130,9 +130,3 @@ def test_unsupported_generation_is_refused():
         build_model().generate_until([sampled])
     with pytest.raises(RunError, match="not supported for sharded weights"):
         build_model(is_sharded=True).generate_until([ask("generate_until", "a", {})])
-
-
-def test_the_limit_of_new_tokens_has_several_names():
-    assert limit_new_tokens({}, 1024) == 256
-    assert limit_new_tokens({"max_new_tokens": 150, "max_gen_toks": None}, 1024) == 150
-    assert limit_new_tokens({"max_tokens": 150}, 200) == 100

@@ -100,18 +100,23 @@ def test_invalid_data_options_are_reported(overrides, message):
     assert message in compose_error(["ablation/queue"], *overrides)
 
 
-def test_circular_interpolations_are_reported():
+def test_circular_and_chained_interpolations_name_the_cause():
     found = compose_error(
         [BASE], "seed=${data.num_workers}", "data.num_workers=${trainer.devices}", "trainer.devices=${seed}"
     )
     assert "circular interpolation ${" in found
+    found = compose_error(["quickstart"], "seed=${schedule.warmup_steps}", "schedule.warmup_steps=${nothing.here}")
+    cause = "override schedule.warmup_steps=${nothing.here}: unknown key in the interpolation ${nothing.here}"
+    assert f"seed: ${{schedule.warmup_steps}} requires schedule.warmup_steps: {cause}" in found
 
 
-def test_key_of_a_disabled_memory_reports_how_to_enable_it():
+def test_a_memory_without_a_kind_reports_how_to_enable_it():
     found = compose_error([BASE], "model.memory=null", "model.memory.num_slots=3")
     assert found.startswith("override model.memory.num_slots=3: model.memory: no kind is set; set ")
     assert "model.memory=NAME" in found
     assert "model.memory.kind=KIND (" in found
+    error = compose_error([BASE], f"model.memory={write('empty.yaml', '{}')}")
+    assert error.startswith("model.memory: no kind is set; set model.memory=NAME")
 
 
 PIECES = ["${", "}", "???", "null", "[", "{", "- ", ": ", "&a ", "*a", "!!int ", "'", "\n", "  ", "1e9", "kind", "wsd"]
@@ -170,25 +175,11 @@ def test_file_error_names_the_line(text, message):
     assert found.startswith("x.yaml:")
 
 
-def test_a_chosen_file_without_keys():
-    error = compose_error([BASE], f"model.memory={write('empty.yaml', '{}')}")
-    assert error.startswith("model.memory: no kind is set; set model.memory=NAME (see `configs list`)")
-
-
-def test_a_chain_of_interpolations_names_the_cause():
-    found = compose_error(["quickstart"], "seed=${schedule.warmup_steps}", "schedule.warmup_steps=${nothing.here}")
-    cause = "override schedule.warmup_steps=${nothing.here}: unknown key in the interpolation ${nothing.here}"
-    assert f"seed: ${{schedule.warmup_steps}} requires schedule.warmup_steps: {cause}" in found
-
-
-def test_unknown_config_is_reported():
+def test_unknown_and_unreadable_files_are_reported():
     assert compose_error(["quickstat"]) == "unknown config 'quickstat'; did you mean 'quickstart'?"
     assert compose_error(["queue"]) == "unknown config 'queue'; did you mean 'ablation/queue'?"
     assert compose_error(["no.yaml"]) == "no.yaml: file not found"
     assert compose_error(["zzzz"]).startswith("unknown config 'zzzz'; `configs list` shows the names")
-
-
-def test_unreadable_file_is_reported():
     Path("latin.yaml").write_bytes(b"name: \xff\n")
     assert compose_error(["latin.yaml"]).startswith("latin.yaml: cannot read the file: ")
     Path("control.yaml").write_bytes(b"# a\nname: \x01\n")

@@ -12,10 +12,7 @@ from stackexp.config.model import TransformerConfig
 from stackexp.models.attention import Positions, build_rope_table
 from stackexp.models.transformer import Cache, Transformer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 B, T, VOCAB = 4, 24, 101
 MEMORIES = {

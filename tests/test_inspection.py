@@ -88,25 +88,19 @@ def test_read_weights_reproduce_the_read(read, read_mask):
             torch.testing.assert_close((weights.unsqueeze(-1) * state.slots).sum(-2), output.read)
 
 
-def test_read_slot_and_sharpness_are_over_occupied_slots():
+def test_values_are_over_occupied_slots():
+    """Then layer 0 pushes, the others do nothing: the top is the only occupied slot."""
     for recording in record(build_model(num_slots=24)):
         assert recording.values["read_slot"].max() <= recording.layer
         assert recording.values["read_sharpness"].max() < 0.5, "empty slots take a share"
-
-
-def test_slots_that_were_never_pushed_to_are_empty():
-    """Layer 0 pushes, the others do nothing: the top is the only occupied slot."""
     model = build_model(num_slots=24)
     for memory in model.memories:
         logits = torch.eye(3)[PUSH if memory.layer == 0 else 2].double().sub(1).mul(-NEVER).expand(2, 6, 2, 3)
         memory.project = lambda h, x=memory.project_down, logits=logits: (x(h), logits)
     values = [recording.values for recording in record(model)]
     assert [torch.cat([v[n] for v in values]).unique().item() for n in ("occupancy", "read_slot")] == [1, 0]
-
-
-def test_overflow_is_the_mass_pushed_past_the_last_slot():
-    model = build_model(num_slots=2, discipline="push_only")
-    assert [r.values["overflow"].mean().item() for r in record(model)] == pytest.approx([0, 0, 1])
+    overflow = [r.values["overflow"].mean().item() for r in record(build_model(num_slots=2, discipline="push_only"))]
+    assert overflow == pytest.approx([0, 0, 1]), "the mass pushed past the last slot"
 
 
 @pytest.mark.parametrize("residual_gate", ["hidden", "read"])
@@ -155,7 +149,7 @@ def test_dropped_reads_equal_a_memory_without_output():
     assert head == pytest.approx(compute_changed(lambda s: s.up[:, 3:].zero_() if s.layer == 1 else None), abs=1e-12)
 
 
-def test_forced_actions_equal_push_only():
+def test_forced_actions_equal_push_only_and_hardened_actions_large_logits():
     """A push forced to 1 is the discipline push_only with the same weights."""
     model = build_model()
     change = get_change(model, find(model, "push = 1"))
@@ -164,10 +158,6 @@ def test_forced_actions_equal_push_only():
     before, _ = compute_losses(model, BATCHES)
     after, _ = compute_losses(other, BATCHES)
     assert change == pytest.approx(after - before, abs=1e-12)
-
-
-def test_hardened_actions_equal_large_logits():
-    model = build_model()
     change = get_change(model, find(model, "actions hardened"))
     assert change == pytest.approx(compute_changed(lambda stack: stack.actions.mul_(1e9)), abs=1e-9)
 
