@@ -33,14 +33,8 @@ VARIANTS = {
     "queue": {"discipline": "queue", "site": "after_attention", "num_heads": 1, "read": "top"},
     "push_only": {"discipline": "push_only", "read_mask": "log"},
     "full_dim": {"projection": "none", "head_dim": 8, "action_noise": 0.5, "action_sharpness": 2.0},
-    "authors_code": {
-        "site": "after_attention",
-        "projection": "shared_slices",
-        "action_input": "hidden",
-        "action_scale": "slice",
-        "read_mask": "additive",
-        "residual_gate": "read",
-    },
+    "authors_code": {"site": "after_attention", "projection": "shared_slices", "residual_gate": "read"}
+    | {"action_input": "hidden", "action_scale": "slice", "read_mask": "additive"},
     "attention_residual": AttentionResidualConfig(),
     "dense_former": DenseFormerConfig(),
     "hyper_connections": HyperConnectionsConfig(),

@@ -67,28 +67,18 @@ def test_presets_have_the_stated_sizes(size):
     assert stacktrans.num_parameters(memory=True) > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("queue", {"discipline": "queue"}),
-        ("push_only", {"discipline": "push_only"}),
-        ("single_head", {"num_heads": 1}),
-        ("full_dim", {"projection": "none", "head_dim": 240}),
-        (
-            "authors_code",
-            {
-                "site": "after_attention",
-                "projection": "shared_slices",
-                "action_input": "hidden",
-                "action_scale": "slice",
-                "read_mask": "additive",
-                "residual_gate": "read",
-                "init_std": 0.02,
-                "entropy_weight": 0,
-            },
-        ),
-    ],
-)
+CODE = {"site": "after_attention", "projection": "shared_slices", "action_input": "hidden", "action_scale": "slice"}
+CODE |= {"read_mask": "additive", "residual_gate": "read", "init_std": 0.02, "entropy_weight": 0}
+CHANGES = {
+    "queue": {"discipline": "queue"},
+    "push_only": {"discipline": "push_only"},
+    "single_head": {"num_heads": 1},
+    "full_dim": {"projection": "none", "head_dim": 240},
+    "authors_code": CODE,
+}
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES.items(), ids=CHANGES)
 def test_ablation_changes_only_its_intervention(name, change):
     ablation, stacktrans = compose([f"ablation/{name}"]), compose(["ablation/stacktrans"])
     memory = vars(ablation.model.memory)

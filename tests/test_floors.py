@@ -8,21 +8,9 @@ from pathlib import Path
 import stackexp
 
 ROOT = Path(stackexp.__file__).parent
+BASE = {"config", "tasks", "runs", "run_result", "metric_tags", "files", "frame", "tables", "terminal", "progress_bar"}
 FLOORS = [
-    {
-        "config",
-        "tasks",
-        "runs",
-        "run_result",
-        "metric_tags",
-        "files",
-        "frame",
-        "tables",
-        "terminal",
-        "progress_bar",
-        "errors",
-        "__init__",
-    },
+    BASE | {"errors", "__init__"},
     {"stack"},
     {"models", "data"},
     {"modules", "datamodules"},
@@ -35,20 +23,7 @@ FLOORS = [
     {"__main__"},
 ]
 NO_LIGHTNING = {"models", "data", "stack", "tasks"}
-LIGHT = {
-    "config",
-    "cli",
-    "verbs",
-    "errors",
-    "runs",
-    "run_result",
-    "metric_tags",
-    "files",
-    "frame",
-    "tables",
-    "progress_bar",
-    "terminal",
-}  # heavy imports only within functions
+LIGHT = BASE - {"tasks"} | {"cli", "verbs", "errors"}  # heavy imports only within functions
 HEAVY = {"torch", "lightning", "streaming", "numpy", "pandas"}
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
 MODULES = {

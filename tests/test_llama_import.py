@@ -131,10 +131,7 @@ def test_a_config_is_compared_with_the_folder(tmp_path, capsys):
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),
         ({"hidden_size": "wide"}, "hidden_size: expected an integer"),
         ({"num_hidden_layers": 3}, "the tensor model.layers.2.input_layernorm.weight is missing (and 8 others)"),
-        (
-            {"num_hidden_layers": 1},
-            "layers.1.input_layernorm.weight is not part of the model in config.json (and 8 others)",
-        ),
+        ({"num_hidden_layers": 1}, "layers.1.input_layernorm.weight is not part of the model"),
         ({"tie_word_embeddings": True}, "the tensor lm_head.weight is not part of the model"),
         ({"intermediate_size": 50}, "gate_proj.weight is [48, 32], but config.json gives [50, 32]"),
     ],
