@@ -31,10 +31,3 @@ def test_losses_are_those_of_smoothed_counts(trained, scored, batch, block):
             successors = sum(first == a for first, _ in pairs)
             weight = successors or 1
             assert loss == pytest.approx(-math.log((pairs[a, b] + weight * unigram) / (total + weight)))
-
-
-def test_probabilities_sum_to_one():
-    model = BigramModel([np.array([[0, 1, 2, 1, 0]])], VOCABULARY)
-    for first in range(VOCABULARY):
-        rows = np.array([[first, second] for second in range(VOCABULARY)])
-        assert np.exp(-model.compute_losses(rows)).sum() == pytest.approx(1)

@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional as F
 
 from stackexp.cli import main
-from stackexp.evaluation.by_position import PositionLosses, list_ranges
 from stackexp.evaluation.loading import load_run
 from stackexp.files import read_json
 
@@ -44,6 +43,7 @@ def test_the_loss_at_each_position_is_that_of_plain_forward_passes(run, tmp_path
     found = record["sets"]["long"]
     assert found["sequences"] == 2
     assert found["losses"] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert list(found["ranges"]) == ["1-7", "8-15", "16-31", "32-63", "64-95", "96-127"]
     assert found["ranges"]["96-127"] == pytest.approx(expected[95:].mean().item(), abs=1e-5)
     assert output.with_suffix(".png").stat().st_size > 5000
 
@@ -57,13 +57,6 @@ def test_other_commands_do_not_take_the_file_for_scores_of_sets(run, tmp_path, c
         assert main([*command, "--ckpt_path", path]) == 0
     assert len(list(run.glob("by_position-*.json"))) == 2, "one for each checkpoint"
     assert not list(run.glob("validate*.json")), "reports and model cards read these"
-
-
-def test_ranges_cover_every_prediction_once():
-    assert list_ranges(32) == [(1, 8), (8, 16), (16, 32), (32, 64), (64, 96), (96, 128)]
-    losses = PositionLosses("set", 1, np.arange(1, 128))
-    assert losses.average(1, 8) == 4
-    assert losses.average(96, 128) == 111.5
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from small_models import make_model
 
 from stackexp.cli import main
 from stackexp.config import compose
-from stackexp.data.documents import build_document_mask, compute_document_ids, compute_document_positions
+from stackexp.data.documents import compute_document_ids, compute_document_positions
 from stackexp.data.tokenizer import get_end_of_text_id, load_tokenizer
 from stackexp.data.units import write_documents
 from stackexp.datamodules.pretraining import PretrainingData
@@ -25,18 +25,6 @@ def test_documents_end_with_their_end_token_and_positions_restart():
     assert compute_document_ids(TOKENS, END).tolist() == [[0, 0, 0, 1, 1, 2, 3, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1]]
     positions = compute_document_positions(compute_document_ids(TOKENS, END))
     assert positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6, 7]]
-
-
-def test_document_mask_is_causal_and_block_diagonal():
-    mask = build_document_mask(compute_document_ids(TOKENS[:1, :5], END))
-    assert mask.shape == (1, 1, 5, 5)
-    assert mask[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [0, 0, 0, 1, 0],
-        [0, 0, 0, 1, 1],
-    ]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -61,12 +49,6 @@ def test_gradients_stay_within_the_document():
     model(TOKENS, documents=documents).logits[0, 4].sum().backward()  # the end of document 1: tokens 3 and 4
     token_gradients = embedded[0].grad.abs().sum(-1)
     assert token_gradients.nonzero().tolist() == [[0, 3], [0, 4]]
-
-
-def test_single_document_matches_unmasked_sequence():
-    model, tokens = make_model(DEPTH, torch.float32), TOKENS[:, 1:8].clamp(min=1)
-    whole = model(tokens, documents=compute_document_ids(tokens, END)).logits
-    torch.testing.assert_close(whole, model(tokens).logits)
 
 
 def test_no_documents_builds_no_mask_or_positions(monkeypatch):
