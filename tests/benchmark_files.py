@@ -62,9 +62,9 @@ DATASETS = {
 }
 
 
-def write_datasets(folder: Path, *tasks: str) -> Path:
-    """Write the local datasets of these tasks, or of all."""
-    for task in tasks or DATASETS:
+def write_datasets(folder: Path) -> Path:
+    """Write the local datasets of all tasks."""
+    for task in DATASETS:
         (folder / task).mkdir(parents=True)
         for split, documents in DATASETS[task].items():
             lines = "".join(json.dumps(document) + "\n" for document in documents)

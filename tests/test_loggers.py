@@ -66,51 +66,42 @@ def stop_at(run: RunFolder, step: int) -> None:
             shutil.rmtree(path)
 
 
-def test_wandb_receives_every_line_and_the_final_scores(wandb, tiny, tmp_path):
-    fit(tiny, "logging.loggers=[wandb]")
-    run = only_run(tmp_path / "runs")
-    (folder,) = run.path.glob("wandb/offline-run-*")
-    (file,) = folder.glob("*.wandb")
-    history = read_history(file)
-    lines, figures = read_lines(run), history[-1]
-    steps = [row["trainer/global_step"] for row in history[:-1]]
-    assert steps == [line.pop("step") for line in lines]
-    assert [{tag: row[tag] for tag in line} for line, row in zip(lines, history[:-1], strict=True)] == lines
-    assert figures["val/loss/average"] == json.loads(run.result.read_text())["average"]["loss"]
-
-    stop_at(run, 8)
-    fit(tiny, "logging.loggers=[wandb]", "--run", str(run.path))
-    folders = sorted(run.path.glob("wandb/offline-run-*"))
-    run_id = (run.path / "logger.wandb").read_text()
-    assert len(folders) == 2
-    assert all(path.name.endswith(run_id) for path in folders), "both sessions belong to one run"
-    (file,) = folders[1].glob("*.wandb")
-    assert [row["trainer/global_step"] for row in read_history(file)[:-1]] == steps, "offline runs cannot be continued"
-
-
-def test_mlflow_continues_the_same_run_without_repeated_steps(client, tiny, tmp_path, monkeypatch):
+def test_wandb_and_mlflow_receive_every_line_and_continue_after_a_kill(wandb, client, tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("RUNS", str(tmp_path / "runs"))
-    options = ("logging.loggers=[mlflow]", "logging.root=${oc.env:RUNS}")
+    options = ("logging.loggers=[wandb,mlflow]", "logging.root=${oc.env:RUNS}")
     fit(tiny, *options)
     run = only_run(tmp_path / "runs")
+    (file,) = run.path.glob("wandb/offline-run-*/*.wandb")
+    *history, figures = read_history(file)
+    lines = read_lines(run)
+    assert [row["trainer/global_step"] for row in history] == [line["step"] for line in lines]
+    assert all(line.items() - {("step", line["step"])} <= row.items() for line, row in zip(lines, history, strict=True))
+    assert figures["val/loss/average"] == json.loads(run.result.read_text())["average"]["loss"]
     (experiment,) = client.search_experiments(filter_string="name = 'tiny'")
     (logged,) = client.search_runs([experiment.experiment_id])
     assert (logged.info.status, logged.info.run_name) == ("FINISHED", run.path.name)
     assert logged.data.params["model.hidden_size"] == "32"
     assert logged.data.params["logging.root"] == "${oc.env:RUNS}", "values of the environment may be secrets"
     for tag in (LOSS, "val/loss/average"):
-        expected = {line["step"]: line[tag] for line in read_lines(run) if tag in line}
-        history = client.get_metric_history(logged.info.run_id, tag)
-        assert {point.step: point.value for point in history} == expected
+        points = client.get_metric_history(logged.info.run_id, tag)
+        assert {p.step: p.value for p in points} == {line["step"]: line[tag] for line in lines if tag in line}
 
     stop_at(run, 8)
     (run.path / "logger.mlflow").rename(run.path / "mirror.mlflow")  # as earlier versions called it
     fit(tiny, *options, "trainer.max_steps=14", "trainer.val_check_interval=14", "--run", str(run.path))
+    lines = read_lines(run)
+    folders = sorted(run.path.glob("wandb/offline-run-*"))
+    assert len(folders) == 2
+    run_id = (run.path / "logger.wandb").read_text()
+    assert all(path.name.endswith(run_id) for path in folders), "both sessions belong to one run"
+    (file,) = folders[1].glob("*.wandb")
+    steps = [row["trainer/global_step"] for row in read_history(file)[:-1]]
+    assert steps == [line["step"] for line in lines], "offline runs cannot be continued"
     (logged,) = client.search_runs([experiment.experiment_id])
     points = [(point.step, point.value) for point in client.get_metric_history(logged.info.run_id, LOSS)]
     assert [step for step, _ in points] == [*range(1, 13), 12, 13, 14], "the last step may be incomplete"
-    lines = {line["step"]: line[LOSS] for line in read_lines(run) if LOSS in line}
-    assert {step: dict(points)[step] for step in (8, 12, 13, 14)} == {step: lines[step] for step in (8, 12, 13, 14)}
+    expected = {line["step"]: line[LOSS] for line in lines if LOSS in line}
+    assert {step: dict(points)[step] for step in (8, 12, 13, 14)} == {step: expected[step] for step in (8, 12, 13, 14)}
 
 
 def test_local_files_have_each_step_once_after_a_kill(tiny, tmp_path):
@@ -316,6 +307,8 @@ def test_charts_show_their_tags_and_only_those_of_the_objective(probed_line, tmp
     }
     hidden = ["Formal languages"] if objective == "language_modeling" else ["Validation", "V2", "V3"]
     assert shown == {group: charts for group, charts in SHOWN_TAGS.items() if group not in hidden}
+    assert list(build_layout("language_modeling", [])) == ["Training"], "only charts that will be filled"
+    assert list(build_layout("language_modeling", ["mine/a", "mine/b"])) == ["Training", "Validation", "MINE"]
 
 
 def test_lines_keep_their_time_and_evaluations_their_files(tmp_path):
@@ -349,13 +342,6 @@ def test_hyperparameters_are_written_when_the_run_starts(tmp_path):
     logger.finish(3.0, 9)
     logger.close()
     assert read_curve(tmp_path, "train/final_loss") == [(9, 3.0)]
-
-
-def test_only_filled_charts_are_laid_out():
-    assert list(build_layout("language_modeling", [])) == ["Training"]
-    assert list(build_layout("language_modeling", ["left"])) == ["Training", "Validation"]
-    groups = build_layout("language_modeling", ["mine/a", "mine/b"])
-    assert list(groups) == ["Training", "Validation", "MINE"]
 
 
 def make_probes(steps: list[int], layers: int) -> list[dict[str, float]]:
