@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +28,18 @@ SMALL += ["data.global_batch_tokens=16"]
 GPU = re.compile(r"pytest\.mark\.gpu")
 
 
-def run_benchmark(name: str, *arguments: str | Path) -> str:
-    command = [sys.executable, BENCHMARKS / name, *arguments]
-    return subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=True).stdout
+@pytest.fixture
+def run_benchmark(monkeypatch, capsys):
+    """`run_benchmark(name, *arguments)` runs a script in this process and returns what it prints."""
+    threads = torch.get_num_threads()
+
+    def run_benchmark(name: str, *arguments: str | Path) -> str:
+        monkeypatch.setattr("sys.argv", [name, *map(str, arguments)])
+        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    yield run_benchmark
+    torch.set_num_threads(threads)
 
 
 def test_every_gpu_step_names_files_and_configs_that_exist():
@@ -57,13 +67,13 @@ def test_a_step_that_takes_too_long_is_ended_and_keeps_its_log(tmp_path, monkeyp
     assert "first\n" in (tmp_path / "tests.log").read_text()
 
 
-def test_cross_entropy_compares_whole_and_chunked():
+def test_cross_entropy_compares_whole_and_chunked(run_benchmark):
     sizes = ("--tokens=64", "--batch_size=2", "--vocab_size=50", "--hidden_size=16", "--chunk=16", "--rounds=2")
     output = run_benchmark("cross_entropy.py", *sizes)
     assert [line.split()[0] for line in output.splitlines()[2:]] == ["whole", "chunked"]
 
 
-def test_depth_compares_implementations_with_the_transformer(tmp_path):
+def test_depth_compares_implementations_with_the_transformer(run_benchmark, tmp_path):
     sizes = ["model.num_layers=2", "data.context_length=8", "--rounds=2", "--implementations", "eager", "numba"]
     small = ["model.hidden_size=16", "model.intermediate_size=16", "model.num_heads=4", "model.num_kv_heads=2"]
     run_benchmark("depth.py", *sizes, "--out", tmp_path / "out.json", *small, "data.vocab_size=512")
@@ -75,7 +85,7 @@ def test_depth_compares_implementations_with_the_transformer(tmp_path):
         assert all(row[f"{which}_ratio"] == row[which] / base[which] and row[f"{which}_added"] > 1 for row in rows)
 
 
-def test_scan_compares_kernels_with_loops(tmp_path):
+def test_scan_compares_kernels_with_loops(run_benchmark, tmp_path):
     run_benchmark("scan.py", "--cases", "2,3,2,1,4", "--rounds=1", "--out", tmp_path / "out.json")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["feedback"], row["read"]) for row in rows][:2] == [("none", "top"), ("none", "global")]
@@ -83,15 +93,18 @@ def test_scan_compares_kernels_with_loops(tmp_path):
 
 
 def test_prepare_measures_both_on_the_same_text(tmp_path):
+    """In a process of its own, because it sets variables of the environment and starts workers."""
     options = ["--megabytes=0.3", "--rounds=1", "--vocab-size=300", "--out", tmp_path / "out.json"]
-    assert "data prepare reaches" in run_benchmark("prepare.py", *options)
+    command = [sys.executable, "prepare.py", *options]
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=True)
+    assert "data prepare reaches" in done.stdout
     record = json.loads((tmp_path / "out.json").read_text())
     assert record["bytes"] >= 300_000
     assert record["tokens"] > record["documents"] > 1
     assert {"alone", "prepare"} <= record["rows"][0].keys()
 
 
-def test_the_trace_of_a_profile_is_divided_among_operations(tmp_path):
+def test_the_trace_of_a_profile_is_divided_among_operations(run_benchmark, tmp_path):
     names = ["aten::mul", "aten::linear", "_Step", "aten::addcmul", "aten::mean", "aten::add"]
     events = [build_event("cpu_op", name, 1, 10 * i, **{"Sequence number": i}) for i, name in enumerate(names)]
     events += [build_event("cpu_op", "autograd::engine::evaluate_function: Mm", 2, 90, **{"Sequence number": 3})]
@@ -218,14 +231,13 @@ def test_lower_bound_counts_the_tensors_of_the_eager_step():
     assert stack_step.count_flops(config, tokens) == 10 * tokens * 4 * head_dim * (1 + 2 + 2)
 
 
-def test_stack_measures_both_passes_and_implementations(tmp_path, capsys, monkeypatch):
+def test_stack_measures_both_passes_and_implementations(run_benchmark, tmp_path):
     out = tmp_path / "out.json"
-    monkeypatch.setattr("sys.argv", ["stack_step.py", "--rounds", "2", "--out", str(out), *SMALL])
-    stack_step.main()
+    printed = run_benchmark("stack_step.py", "--rounds", "2", "--out", out, *SMALL)
     rows = json.loads(out.read_text())["rows"]
     passes = [(row["implementation"], row["pass"]) for row in rows]
     assert passes == [(i, p) for p in ("forward", "forward + backward") for i in ("auto", "reference")]
     assert rows[2]["bytes"] == 3 * rows[0]["bytes"]
     for row in rows:
         assert row["gigabytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
-    assert len(capsys.readouterr().out.splitlines()) == 6
+    assert len(printed.splitlines()) == 6

@@ -101,12 +101,13 @@ def export(tmp_path: Path, name: str, *options: str) -> Path:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_exported_model_equals_the_original(tmp_path, name):
-    exported_models.check_model(export(tmp_path, name))
+    exported_models.check_model(target := export(tmp_path, name))
+    if name in ("llama", "depth"):
+        check_tokenizer(target)
 
 
-@pytest.mark.parametrize("name", ["llama", "depth"])
-def test_exported_tokenizer_treats_special_tokens_as_text(tmp_path, name):
-    target = export(tmp_path, name)
+def check_tokenizer(target: Path) -> None:
+    """Check that text that spells a special token is encoded as in training."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(target, trust_remote_code=True)
     text = "a <|endoftext|> b"
     expected = train_tokenizer(["a <|endoftext|> b ab abc"] * 3, 300).encode(text).ids
