@@ -85,12 +85,9 @@ def test_help_lists_every_verb(arguments, capsys):
     assert all(f"\n  {verb} " in output for verb in cli.VERBS)
     assert "python -m stackexp fit --config quickstart" in output
     assert max(map(len, output.splitlines())) <= 80
-
-
-def test_a_group_lists_its_verbs(capsys):
     assert cli.main(["data"]) == 0
     listed = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("  data ")]
-    assert listed == ["prepare", "fetch", "retokenize", "inspect"]
+    assert listed == ["prepare", "fetch", "retokenize", "inspect"], "a group lists its verbs"
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
@@ -243,11 +240,6 @@ def test_validate_and_test_pass_config_sets_and_overrides(calls, tmp_path, monke
     assert request.config.data.score_remainder
 
 
-def test_version_is_printed(capsys):
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"stackexp {stackexp.__version__}\n"
-
-
 @pytest.mark.parametrize("verb", [[], ["fit"], ["data", "prepare"], ["configs"]])
 def test_help_is_a_verb_too(capsys, verb):
     printed = []
@@ -259,7 +251,9 @@ def test_help_is_a_verb_too(capsys, verb):
     assert "usage: python -m stackexp" in printed[0]
 
 
-def test_errors_on_a_narrow_terminal(monkeypatch, capsys):
+def test_version_and_errors_on_a_narrow_terminal(monkeypatch, capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"stackexp {stackexp.__version__}\n"
     monkeypatch.setenv("COLUMNS", "8")
     assert cli.main(["configs", "list", "foo"]) == 2
     assert capsys.readouterr().err.startswith("error: ")

@@ -88,7 +88,9 @@ def test_group_choices_apply_before_keys_and_outer_before_inner():
     assert (first.model.hidden_size, first.model.memory.discipline, first.model.memory.num_slots) == (960, "queue", 7)
 
 
-def test_null_disables_the_memory():
+def test_null_disables_the_memory_and_interpolation_uses_the_final_value():
+    assert compose([BASE], ["data.vocab_size=999"]).model.vocab_size == 999, "interpolation uses the final value"
+    assert compose([BASE], ["model.memory=full_dim", "model.memory.num_heads=2"]).model.memory.head_dim == 96
     assert compose([BASE], ["model.memory=null"]).model.memory is None
     assert compose([BASE, write("off.yaml", "model: {memory: null}\n")]).model.memory is None
     assert compose([BASE, write("off.yaml", "defaults: [model.memory: null]\n")]).model.memory is None
@@ -130,11 +132,6 @@ def test_validation_sets_are_merged_by_name_and_replaced_by_a_choice():
         assert compose(["ablation/queue"], [f"data.validation={choice}"]).data.validation == sets
         path = write("mine.yaml", f"defaults:\n  - ablation/queue\n  - data.validation: {choice}\n")
         assert compose([path]).data.validation == sets
-
-
-def test_interpolation_uses_the_final_value():
-    assert compose([BASE], ["data.vocab_size=999"]).model.vocab_size == 999
-    assert compose([BASE], ["model.memory=full_dim", "model.memory.num_heads=2"]).model.memory.head_dim == 96
 
 
 @pytest.mark.parametrize("name", list_config_names())

@@ -144,7 +144,7 @@ def test_olmo_ablation_changes_only_the_data(memory):
     assert olmo == ours
 
 
-def test_list_shows_every_config_and_choice(capsys):
+def test_list_shows_every_config_and_choice_and_fits_the_terminal(monkeypatch, capsys):
     assert cli.main(["configs", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["config", "purpose"]
@@ -155,9 +155,6 @@ def test_list_shows_every_config_and_choice(capsys):
     assert cli.main(["configs", "list", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)
     assert [(entry["kind"], entry["name"], entry["purpose"]) for entry in entries] == list_catalog()
-
-
-def test_list_fits_the_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["configs", "list"]) == 0

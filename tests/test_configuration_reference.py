@@ -65,11 +65,8 @@ def test_a_section_is_a_table_of_its_keys_and_the_end_of_a_key_is_enough(capsys)
     assert "model.num_slots (kind stack_rnn)\n" in texts
 
 
-def test_symbols_of_the_paper_find_their_keys():
+def test_symbols_of_the_paper_find_their_keys_and_unknown_keys_are_reported():
     keys = {"d_s": "head_dim", "S": "num_slots", "H": "num_heads", "slot_size": "head_dim", "lambda": "entropy_weight"}
     assert [s for s, key in keys.items() if f"model.memory.{key} (kind stack)\n" not in explain(s)] == []
-
-
-def test_unknown_keys_are_reported():
     with pytest.raises(ConfigError, match=r"no such key; did you mean 'model.memory.num_slots'\?"):
         explain("model.memory.num_slot")

@@ -219,13 +219,6 @@ def test_command_line_errors_are_one_line(arguments, message, capsys, tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_one_error_line(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main(["data", "fetch", "v2", "--to", str(tmp_path / "file")]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {tmp_path / 'file' / 'v2'}: cannot be written (Not a directory)")
-
-
 # Downloads from a faulty server
 
 
@@ -361,7 +354,11 @@ def test_a_silent_server_times_out(fetch, server, monkeypatch, capsys):
     assert "timed out" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_one_error_line(fetch, tmp_path, capsys):
+def test_a_folder_that_cannot_be_written_and_a_full_disk_are_one_error_line(fetch, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    assert main(["data", "fetch", "v2", "--to", str(tmp_path / "file")]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {tmp_path / 'file' / 'v2'}: cannot be written (Not a directory)")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
     try:
@@ -370,6 +367,9 @@ def test_a_full_disk_is_one_error_line(fetch, tmp_path, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     [line] = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "error: " in line]
     assert line.strip().startswith(f"error: {tmp_path / 'to'}: cannot be written (File too large); free space")
+    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    assert fetch("v2", "--only", "ptb") == 1
+    assert f"{len(CONTENT[PTB]):,} bytes are needed, but only 100 are free" in capsys.readouterr().err
     assert not PTB.file(tmp_path / "to").exists()
 
 
@@ -379,9 +379,3 @@ def test_redirects_to_other_schemes_are_refused(fetch, server, tmp_path, capsys)
         assert fetch("v2", "--only", "ptb") == 1
         assert target in capsys.readouterr().err
         assert not list((tmp_path / "to").rglob("*.npy"))
-
-
-def test_file_larger_than_the_free_space_is_refused_before_the_download(fetch, server, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
-    assert fetch("v2", "--only", "ptb") == 1
-    assert f"{len(CONTENT[PTB]):,} bytes are needed, but only 100 are free" in capsys.readouterr().err

@@ -40,6 +40,11 @@ def test_failed_atomic_write_keeps_the_old_file(tmp_path):
         files.write_atomically(path, "new \ud800")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["result.json"]
+    files.write_json(path, {"name": "größe", "count": 2})
+    assert files.read_json(path) == {"name": "größe", "count": 2}
+    path.write_text('{"name"')
+    with pytest.raises(RunError, match=r"result.json: not valid JSON"):
+        files.read_json(path)
 
 
 def test_only_regular_files_are_read(tmp_path):
@@ -63,15 +68,6 @@ def test_temporary_names_are_unique_and_do_not_replace_files_of_others(tmp_path)
         (folder / "b").touch()
     assert os.listdir(path) == ["a"]
     assert os.listdir(tmp_path) == ["export"]
-
-
-def test_json_round_trip(tmp_path):
-    path = tmp_path / "value.json"
-    files.write_json(path, {"name": "größe", "count": 2})
-    assert files.read_json(path) == {"name": "größe", "count": 2}
-    path.write_text('{"name"')
-    with pytest.raises(RunError, match=r"value.json: not valid JSON"):
-        files.read_json(path)
 
 
 def test_read_json_lines_skips_a_torn_last_line(tmp_path):

@@ -45,18 +45,17 @@ def test_a_row_for_each_run(runs):
     assert math.isnan(frame["val/held-out/loss"][1])
     assert frame.loc[frame["state"] == "finished", "parameters"].tolist() == [1000]
     assert frame["bytes"][1] == sum(path.stat().st_size for path in (runs / "queue-seed=1-0123abcd").iterdir())
+    finish(runs / "a/20260101-000000-0000", 3.5, parameters=10**400)
+    assert load_runs(runs)["parameters"][0] == 10**400, "numbers beyond 64 bits are kept"
 
 
-def test_options_keep_null_apart_from_missing(runs):
+def test_options_have_types_and_keep_null_apart_from_missing(runs):
     plain, queue = list_rows(load_runs([runs]))
     assert plain["model.memory"] is None
     assert "model.memory" not in queue
     assert queue["model.memory.discipline"] == "queue"
     assert get_options(queue) == RunFolder(runs / "queue-seed=1-0123abcd").read_options()
     assert get_scores(plain) == {"held-out": {"loss": 3.5, "perplexity": 350.0}}
-
-
-def test_columns_of_options_have_types(runs):
     frame = load_runs([runs])
     kinds = {"model.hidden_size": "Int64", "optimizer.lr": "float64", "model.causal": "boolean", "name": "object"}
     assert {key: str(frame[key].dtype) for key in kinds} == kinds
@@ -128,11 +127,6 @@ def test_damage_is_a_state_and_only_regular_files_are_read(runs, file):
         row = list_rows(load_runs([runs]))[0]
         assert row["state"] == "damaged"
         assert "not a regular file" in row["problem"]
-
-
-def test_numbers_beyond_64_bits_are_kept(runs):
-    finish(runs / "a/20260101-000000-0000", 3.5, parameters=10**400)
-    assert load_runs(runs)["parameters"][0] == 10**400
 
 
 def test_metrics_are_read_in_bounded_memory(runs):
