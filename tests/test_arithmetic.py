@@ -1,6 +1,7 @@
 """Two-digit problems as text: the split, the batches, accuracy, exact resume, and the report of actions."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -145,15 +146,11 @@ def test_the_report_of_actions_needs_a_stack(tmp_path, monkeypatch, capsys):
     for name in ("a", "b"):
         finish(write_run(Path("plain", name), "model.memory=value_skip"), loss=3.0)
     assert cli.main(["report", "actions", "plain"]) == 1
-    found = "plain: skipped, without a stack: plain/a, and 1 more"
-    remedy = "give finished runs with model.memory.kind=stack or residual_stack"
-    assert capsys.readouterr().err == f"error: {found}; {remedy}\n"
+    assert "plain: skipped, without a stack: plain/a, and 1 more; give finished runs with" in capsys.readouterr().err
     finish(write_run(Path("plain", "c"), "model.memory=stacktrans"), loss=3.0)
     assert cli.main(["report", "actions", "plain"]) == 1
     error = capsys.readouterr().err
-    assert "plain: skipped plain/c: " in error
-    assert "checkpoint" in error
-    assert error.endswith(", and 2 more\n"), "no advice to use a stack"
+    assert re.search("plain: skipped plain/c: .*checkpoint.*, and 2 more\n$", error), "no advice to use a stack"
     write_run(Path("started", "d"), "model.memory=stacktrans")
     assert cli.main(["report", "actions", "started"]) == 1
     assert "`python -m stackexp fit --run RUN` resumes one: started/d" in capsys.readouterr().err
@@ -166,12 +163,12 @@ def test_inspect_accepts_the_symbols_and_the_set_of_arithmetic(tmp_path, capsys)
         save_file(dict(build_objective(config).build_module().model.state_dict()), run.path / "weights.safetensors")
     build_tokenizer().save(str(run.tokenizer))
     inspect = ["inspect", "--run", str(run.path), "--ckpt_path", str(run.path / "weights.safetensors")]
-    for options, message in (
-        (("--text", "37+58=ab"), "inspect: --text: the model has no symbol 'a'; use 0-9 + * ="),
-        (("--text", "37+58=95<|endoftext|>"), "inspect: --text: the model has no symbol '<'; use 0-9 + * ="),
-        (("--set", "foo"), "--set: no set 'foo'; the only set of arithmetic is held-out"),
+    for option, value, message in (
+        ("--text", "37+58=ab", "inspect: --text: the model has no symbol 'a'; use 0-9 + * ="),
+        ("--text", "37+58=95<|endoftext|>", "inspect: --text: the model has no symbol '<'; use 0-9 + * ="),
+        ("--set", "foo", "--set: no set 'foo'; the only set of arithmetic is held-out"),
     ):
-        assert cli.main([*inspect, *options]) == 2
+        assert cli.main([*inspect, option, value]) == 2
         assert capsys.readouterr().err == f"error: {message}\n"
     generate = ["generate", *inspect[1:], "--max_new_tokens", "3", "--prompt"]
     assert cli.main([*generate, "37 + 58 ="]) == 2

@@ -1,6 +1,7 @@
 """The floors of docs/architecture.md: nothing imports upward, no import circles, light modules import nothing heavy."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -31,6 +32,11 @@ MODULES = {
 }
 
 
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def find_room(name: str) -> str:
     """Return the room of a file or module: `stackexp.config.layers` -> config."""
     return (name.removesuffix(".py").replace("/", ".").removeprefix("stackexp.") + ".").split(".")[0]
@@ -59,13 +65,12 @@ def find_imports(node: ast.AST, within_functions: bool = True) -> Iterator[str]:
 def test_files_import_only_from_their_floor_and_below():
     found = []
     for file, path in FILES.items():
-        module = ast.parse(path.read_text(encoding="utf-8"))
-        names = set(find_imports(module))
+        names = set(find_imports(parse(path)))
         found += [(file, n) for n in names if n.startswith("stackexp.") and find_floor(n) > find_floor(file)]
         roots = {name.split(".")[0] for name in names}
         found += [(file, "lightning")] if find_room(file) in NO_LIGHTNING and "lightning" in roots else []
         if find_room(file) in LIGHT:
-            at_module_level = {name.split(".")[0] for name in find_imports(module, within_functions=False)}
+            at_module_level = {name.split(".")[0] for name in find_imports(parse(path), within_functions=False)}
             found += [(file, name) for name in HEAVY & at_module_level]
     assert found == []
 
@@ -73,7 +78,7 @@ def test_files_import_only_from_their_floor_and_below():
 def test_no_circular_imports():
     graph = {}
     for name, path in MODULES.items():
-        found = set(find_imports(ast.parse(path.read_text(encoding="utf-8")), within_functions=False))
+        found = set(find_imports(parse(path), within_functions=False))
         parent = name.rpartition(".")[0]  # `from package import module` in a package's own __init__ is no circle
         graph[name] = {other for other in found if other in MODULES and other not in (name, parent)}
     circle: list[str] = []
