@@ -19,9 +19,7 @@ def set_free_memory(monkeypatch, free_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("options", "bytes_per_parameter"),
     [
-        (["trainer.precision=32-true"], 16),
         (["trainer.precision=bf16-true"], 8),
-        (["trainer.precision=64-true"], 32),
         (["trainer.precision=32-true", "optimizer=muon"], 12),
         (["trainer.precision=32-true", *TWO, "trainer.strategy=ddp"], 32),  # both on this machine
         (["trainer.precision=32-true", *TWO, "trainer.strategy=fsdp"], 16),  # divided, both here

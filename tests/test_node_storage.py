@@ -166,9 +166,8 @@ class Run:
         self.folder, code = folder, RUN.format(tests=str(Path(__file__).parent), folder=str(data), workers=workers)
         environment = os.environ | {"TMPDIR": str(folder)}
         command = [sys.executable, "-c", code]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
-        )
+        options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": environment}
+        self.process = subprocess.Popen(command, **options)
         prefix, *self.workers = map(int, self.process.stdout.readline().split())
         self.prefix = f"{prefix:06}"
 
@@ -229,11 +228,9 @@ def is_running(pid: int) -> bool:
 def test_too_little_shared_memory_is_reported(tmp_path, monkeypatch):
     config = build_config(path=str(write_set(tmp_path / "set", 0, 40)))
     monkeypatch.setattr(node_storage.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 10))
-    with pytest.raises(RunError, match=r"^/dev/shm: the training data need .* bytes, but only 65,536 are free"):
+    with pytest.raises(RunError, match=r"^/dev/shm: the training data need .* 65,536 are free; .*--shm-size="):
         build_loader(config)
-    with pytest.raises(RunError, match=r"in a container use --shm-size=2290m$"):
-        node_storage.check_space(150_000_000, 0, 0)
     monkeypatch.setattr(node_storage.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     build_loader(config)
-    with pytest.raises(RunError, match=r"--shm-size=\d+m, or set data.num_workers=0$"):
+    with pytest.raises(RunError, match=r"or set data.num_workers=0$"):
         node_storage.check_space(10, 8, 10**9)

@@ -28,10 +28,7 @@ def make_rows(count: int, first: int = 0) -> list[dict]:
     return [
         {
             "text": "\n".join(WORDS[n % 900 : n % 900 + 20]) + f"\n{n}",
-            "id": f"<urn:uuid:{n}>",
-            "dump": "CC-MAIN-2013-20",
             "url": f"http://example.org/{n}",
-            "file_path": "s3://commoncrawl/x.warc.gz",
             "language": "en" if n % 5 else "de",
             "language_score": 0.5 + (n % 50) / 100,
             "token_count": 200 + n,
@@ -68,7 +65,6 @@ CONDITIONS = {
     "language != 'en'": lambda row: row["language"] != "en",
     "language_score<=0.7": lambda row: row["language_score"] <= 0.7,
     "token_count<1e3": lambda row: row["token_count"] < 1000,
-    "dump>=CC-MAIN-2014": lambda row: row["dump"] >= "CC-MAIN-2014",
 }
 
 
@@ -113,13 +109,9 @@ def test_missing_values(tmp_path):
     lines = [*(json.dumps(row) for row in rows), '{"text": "c"}', '{"text": "d", "n": [1]}', '{"text": "e", "n": "1"}']
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
     items = read(tmp_path / "b.jsonl", "n>=1")
-    assert [str(item) for item in items if isinstance(item, BadLine)] == [
-        "b.jsonl:2: no text",
-        "b.jsonl:3: no text",
-        "b.jsonl:5: no n",
-        "b.jsonl:6: n is of type list, neither number nor text",
-        "b.jsonl:7: n is text, which >= compares as letters",
-    ]
+    reasons = ("2: no text", "3: no text", "5: no n", "6: n is of type list", "7: n is text")
+    bad = [str(item) for item in items if isinstance(item, BadLine)]
+    assert all(line.startswith(f"b.jsonl:{reason}") for line, reason in zip(bad, reasons, strict=True))
 
 
 @pytest.mark.parametrize(("column", "kept"), [("text", ["good", "also good"]), ("language", ["a", "c"])])
@@ -237,9 +229,8 @@ def test_a_missing_number_fulfills_no_condition():
 @pytest.mark.parametrize(
     ("filters", "text", "message"),
     [
-        (["int_scor>=3"], "text", "no column 'int_scor'; did you mean 'int_score'?"),
         (["metadata.int_score>=3"], "text", "no column 'metadata.int_score'; did you mean 'int_score'?"),
-        ([], "content", "no column 'content'; it has text, id"),
+        ([], "content", "no column 'content'; it has text, url"),
         ([], "score", "column 'score' is double, not text; choose another --text-column"),
         (["int_score>=three"], "text", "--filter 'int_score>=three': int_score is a number, 'three' is not"),
         (["language>=3"], "text", "--filter 'language>=3': language is text, which >= compares as letters"),
@@ -255,14 +246,7 @@ def test_wrong_columns_are_one_line_errors(tmp_path, filters, text, message):
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data[:-100],
-        lambda data: data[: len(data) // 2],
-        lambda data: b"",
-        lambda data: data[:1000] + b"\0" * 3000 + data[4000:],
-    ],
-    ids=["no footer", "half", "empty", "zeros"],
+    "damage", [lambda data: data[:-100], lambda data: b"", lambda data: data[:1000] + b"\0" * 3000 + data[4000:]]
 )
 def test_damaged_file_is_a_one_line_error(tmp_path, damage):
     path = write_rows(tmp_path / "a.parquet", make_rows(600), row_group_size=200, compression="zstd")
@@ -280,16 +264,11 @@ def test_wrong_filter_syntax_is_a_one_line_error(tmp_path, monkeypatch, capsys, 
     assert f"--filter: expected COLUMN OPERATOR VALUE, quoted, such as 'int_score>=3', found {text!r}" in line
 
 
-def test_filter_of_files_without_columns_is_refused(tmp_path):
-    write_rows(tmp_path / "data" / "a.parquet", make_rows(3))
+def test_mistaken_filters_leave_no_plan_behind(tmp_path):
+    write_rows(tmp_path / "data" / "a.parquet", make_rows(30))
+    with pytest.raises(RunError, match="did you mean 'int_score'"):
+        prepare_set(tmp_path / "data", tmp_path / "set", columns=Columns(filters=(parse_filter("int_scor>=3"),)))
+    assert not (tmp_path / "set").exists()
     (tmp_path / "data" / "README.md").write_text("# FineWeb-Edu")
     with pytest.raises(RunError, match=r"README\.md: has no columns, but --filter and --text-column require"):
-        prepare_set(tmp_path / "data", tmp_path / "set", columns=Columns(filters=(parse_filter("int_score>=3"),)))
-
-
-def test_mistaken_filter_leaves_no_plan_behind(tmp_path):
-    write_rows(tmp_path / "a.parquet", make_rows(30))
-    with pytest.raises(RunError, match="did you mean 'int_score'"):
-        prepare_set(tmp_path / "a.parquet", tmp_path / "set", columns=Columns(filters=(parse_filter("int_scor>=3"),)))
-    assert not (tmp_path / "set").exists()
-    prepare_set(tmp_path / "a.parquet", tmp_path / "set", columns=Columns(filters=(parse_filter("int_score>=3"),)))
+        prepare_set(tmp_path / "data", tmp_path / "set", columns=COLUMNS)

@@ -1,6 +1,5 @@
 """Token data modules: evaluation sets and their loaders, checks of prepared sets, tokenizer and limits."""
 
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -118,16 +117,9 @@ def test_set_names_tokenizer_and_token_bytes(prepared):
     [
         ({"context_length": 32}, r"context length 16, but data\.context_length is 32; set data\.context_length=16"),
         ({"vocab_size": V - 1}, r"has 300 tokens, but data\.vocab_size is 299; set data\.vocab_size=300"),
-        (
-            {"path": "nowhere"},
-            r"nowhere: no such folder; make one with: stackexp data prepare SOURCE --to nowhere "
-            r"--vocab-size 300 --context-length 16$",
-        ),
+        ({"path": "nowhere"}, r"nowhere: no such folder; .* --to nowhere --vocab-size 300 --context-length 16$"),
         ({"global_batch_tokens": 10**6 * T}, r"do not fill a global batch of 1000000; set data\.global_batch_tokens="),
-        (
-            {"validation": {"x": "foreign"}},
-            r"foreign: made with another tokenizer than .*train; prepare it with --tokenizer",
-        ),
+        ({"validation": {"x": "foreign"}}, r"foreign: made with another tokenizer than .*train; prepare it with --to"),
     ],
 )
 def test_unsuitable_sets_are_reported_in_one_line(prepared, changes, message, monkeypatch):
@@ -154,10 +146,6 @@ def test_only_training_works_without_evaluation_sets(prepared):
     assert data.val_dataloader() == []
 
 
-def increment_format(text: str) -> str:
-    return json.dumps(json.loads(text) | {"format_version": 99})
-
-
 SHARD = "unit.00000/shard.00000.mds"
 CORRUPT_INDEX = r"index\.json: missing or corrupt; prepare the set again"
 OTHER_TOKENIZER = train_tokenizer(TEXTS, V - 10).to_str()
@@ -171,7 +159,7 @@ OTHER_TOKENIZER = train_tokenizer(TEXTS, V - 10).to_str()
         ("index.json", '{"version": 2, "shards": []}', r"index\.json and corpus\.json disagree"),
         (SHARD, None, r"shard\.00000\.mds: missing or not as long"),
         ("corpus.json", "{", r"corpus\.json: corrupt; prepare the set again"),
-        ("corpus.json", increment_format, r"corpus\.json: format 99, expected 1; prepare the set again"),
+        ("corpus.json", lambda text: text.replace('_version": ', '_version": 9'), "format 91, expected 1"),
         ("corpus.json", None, "holds no finished set"),
         ("tokenizer.json", OTHER_TOKENIZER, r"tokenizer\.json: not the tokenizer the set was made with"),
     ],

@@ -95,15 +95,9 @@ def test_plugins_of_all_layers_are_merged(monkeypatch):
         ("\n1/0\n", "cannot import 'bad.py': line 2: ZeroDivisionError: division by zero"),
         ("def f():\n    len(3)\nf()\n", "cannot import 'bad.py': line 2: TypeError: object of type 'int' has no len()"),
         ("def f(:\n", "cannot import 'bad.py': SyntaxError: "),
-        (
-            "import no_such_thing\n",
-            "cannot import 'bad.py': line 1: ModuleNotFoundError: No module named 'no_such_thing'",
-        ),
+        ("import no_such_thing\n", "cannot import 'bad.py': line 1: ModuleNotFoundError: No module named"),
         (PLUGIN.format(kind="stack"), "ValueError: memory kind 'stack' is already registered by"),
-        (
-            PLUGIN.format(kind="x").replace("@dataclass", ""),
-            "ValueError: Config must be a dataclass with the field `kind: str",
-        ),
+        (PLUGIN.format(kind="x").replace("@dataclass", ""), "ValueError: Config must be a dataclass with the field"),
     ],
 )
 def test_broken_plugin_is_a_one_line_error(code, message):
@@ -172,13 +166,14 @@ def test_plugin_options_can_be_nested():
     assert (memory.decay.rate, memory.sizes, memory.extra, memory.maybe) == (0.1, [3], {"a": [1]}, None)
     Path("config.yaml").write_text(to_yaml(config))
     assert load_config("config.yaml") == config
-    assert "model.memory.decay.rate: expected a number > 0, found 0.0" in compose_error(
-        base, "model.memory.decay.rate=0"
-    )
-    assert "did you mean 'model.memory.decay.rate'?" in compose_error(base, "model.memory.decay.rat=0")
-    assert "model.memory.sizes: expected a list, found ['x']" in compose_error(base, "model.memory.sizes=[x]")
-    assert "model.memory.decay: expected the keys rate, found 3" in compose_error(base, "model.memory.decay=3")
-    assert "model.memory.maybe: expected an integer or null, found 'x'" in compose_error(base, "model.memory.maybe=x")
+    for override, message in {
+        "decay.rate=0": "decay.rate: expected a number > 0, found 0.0",
+        "decay.rat=0": "did you mean 'model.memory.decay.rate'?",
+        "sizes=[x]": "sizes: expected a list",
+        "decay=3": "decay: expected the keys rate",
+        "maybe=x": "maybe: expected an integer or null",
+    }.items():
+        assert message in compose_error(base, f"model.memory.{override}")
 
 
 def test_unsupported_option_types_are_reported():

@@ -43,10 +43,7 @@ def test_the_table_has_all_tasks_and_the_average_of_common_ones(runs, tmp_path, 
     assert report.tables[0].header == ["task", "random", "one", "two"]
     assert find_row(report, 0, "a") == ["a", "0.250", "0.300 ± 0.030", "0.400 ± 0.030"]
     assert find_row(report, 0, "c") == ["c", "0.000", ABSENT, "0.100 ± 0.030"]
-    assert find_row(report, 0, "average of 2 common tasks") == [
-        *("average of 2 common tasks", "0.375"),
-        *("0.450 ± 0.021", "0.450 ± 0.021"),
-    ]
+    assert find_row(report, 0, "average of 2 common tasks")[1:] == ["0.375", "0.450 ± 0.021", "0.450 ± 0.021"]
     assert find_row(report, 1, "b") == ["b", "2.600 ± 0.040", "2.500 ± 0.040"]
     command = "`python -m stackexp evaluate --run RUN --tasks smollm2`"
     assert report.notes[0] == f"tasks are missing for one, filled by {command}"
@@ -103,15 +100,15 @@ def test_the_figure_compares_models_on_the_tasks_they_share(runs, tmp_path):
 
 def test_runs_without_scores_name_the_command(tmp_path):
     write_run(tmp_path / "runs" / "one")
-    with pytest.raises(RunError, match=r"no benchmarks yet; run `python -m stackexp evaluate --run RUN --tasks sm"):
-        build_benchmarks([tmp_path / "runs"])
-    with pytest.raises(RunError, match=r"no such file; write it with `evaluate --out"):
-        build_benchmarks([tmp_path / "missing.json"])
-    with pytest.raises(RunError, match="no such folder"):
-        build_benchmarks([tmp_path / "runs", tmp_path / "misspelled"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match="no run folders"):
-        build_benchmarks([tmp_path / "empty"])
+    for names, message in {
+        ("runs",): "no benchmarks yet; run `python -m stackexp evaluate",
+        ("missing.json",): "no such file",
+        ("runs", "misspelled"): "no such folder",
+        ("empty",): "no run folders",
+    }.items():
+        with pytest.raises(RunError, match=message):
+            build_benchmarks([tmp_path / name for name in names])
 
 
 PAPER = dict.fromkeys(benchmarks.TASK_NAMES, 0.5) | {"smollm2_arc_easy": 0.7, "smollm2_gsm8k": 0.05}
@@ -127,13 +124,6 @@ def test_the_paper_is_next_to_our_models(runs, tmp_path):
     assert find_row(report, 0, "average")[1:4] == [f"{(0.5 * 7 + 0.6 + 0.05) / 9 * 100:.1f} ± 1.0", ABSENT, "44.3"]
     assert report.notes[0].startswith("tasks are missing for one, two, ")
     assert benchmarks.NOTE in report.notes
-    assert benchmarks.NOTE not in build_benchmarks([write_baseline(tmp_path)]).notes, "without its tasks"
-
-
-def write_baseline(folder, **options):
-    path = folder / "baseline.json"
-    write_scores(path, {"a": 0.5}, step=None, **options)
-    return path
 
 
 def test_printed_averages_are_those_of_the_printed_figures():

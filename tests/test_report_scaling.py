@@ -20,22 +20,15 @@ def write_ladder(folder: Path, gain: float = 1.2) -> Path:
         for family, memory, effective in (("transformer", 0, size), ("stacktrans", size // 10, size * gain)):
             name = "null" if family == "transformer" else family
             run = write_run(folder / f"{family}-{size / 1e6:.0f}m-0123abcd", f"model.memory={name}")
-            finish(
-                run,
-                1.5 + 30 * effective**-0.2,
-                parameters=int(size),
-                memory_parameters=int(memory),
-                tokens=int(20 * (size - memory)),
-            )
+            sizes = {"parameters": int(size), "memory_parameters": int(memory), "tokens": int(20 * (size - memory))}
+            finish(run, 1.5 + 30 * effective**-0.2, **sizes)
     return folder
 
 
 def test_an_exact_power_law_is_recovered():
     sizes = np.array(SIZES)
     law = fit_power_law(sizes, 1.5 + 30 * sizes**-0.2, irreducible=1.5)
-    assert law.exponent == pytest.approx(0.2)
-    assert np.exp(law.intercept) == pytest.approx(30)
-    assert law.interval() == pytest.approx((0.2, 0.2))
+    assert (law.exponent, *law.interval()) == pytest.approx((0.2, 0.2, 0.2))
     assert law.predict(1e9) == pytest.approx(1.5 + 30 * 1e9**-0.2)
     assert fit_power_law(SIZES[:3], [3, 2, 1]).interval() is None, "three runs give no band"
 
@@ -92,11 +85,8 @@ def test_the_panel_of_a_ladder(tmp_path, capsys):
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
-def write_size(
-    folder: Path, name: str, size: int, *overrides: str, loss: float = 3.0, seed: int = 0, **figures
-) -> Path:
-    """Write a finished run with `size` parameters, none of them in the memory unless `figures` say so."""
-    data = figures.pop("data", "aa")
+def write_size(folder: Path, name: str, size: int, *overrides: str, loss=3.0, seed=0, data="aa", **figures) -> Path:
+    """Write a finished run with `size` parameters, none of them in the memory unless `figures` differ."""
     run = write_run(folder / f"{name}-seed={seed}-0123abcd", *overrides, seed=seed, data=data)
     return finish(run, loss, **{"parameters": size} | figures)
 
@@ -166,51 +156,32 @@ def test_runs_on_other_data_are_left_out(tmp_path):
     assert f"left out, {reason}, 1 run: other (seed 0)" in report.notes
     assert len(report.records) == 5
     records = tmp_path / "t2000-seed=1-0123abcd" / "data.jsonl"
-    note = f"training data not compared, none recorded: {records.parent}"
-    assert note not in report.notes
     records.write_text(records.read_text().replace('"step": 10', '"step": 7'))
-    assert note in build_scaling([tmp_path]).notes
-    records.unlink()
-    assert note in build_scaling([tmp_path]).notes
+    assert f"training data not compared, none recorded: {records.parent}" in build_scaling([tmp_path]).notes
 
 
 def test_a_missing_loss_names_the_command_that_measures_it(tmp_path):
     write_ladder(tmp_path)
-    command = r"`python -m stackexp validate --run RUN --sets v2`"
-    with pytest.raises(RunError, match=rf"no finished run has a loss in column 'V2'; run {command}$"):
-        build_scaling([tmp_path], measure="V2")
-    run = tmp_path / "transformer-15m-0123abcd"
-    finish(run, 2.0, sets={"v2/a": {"loss": 2.0}}, parameters=10**8, tokens=2 * 10**9)
-    with pytest.raises(RunError, match=rf"left out, no V2, run {command}, 7 runs: stacktrans-125m \(seed 0\)"):
+    with pytest.raises(RunError, match=r"no finished run has a loss in column 'V2'; run `.* --sets v2`$"):
         build_scaling([tmp_path], measure="V2")
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("100", "--irreducible 100: above every loss (average, at most 2.601); use less"),
-        ("-1", "--irreducible -1: not a loss; use 0 or a positive number"),
-        ("nan", "--irreducible nan: not a loss; use 0 or a positive number"),
-    ],
+    ("value", "message"), [("100", "above every loss"), ("-1", "not a loss"), ("nan", "not a loss")]
 )
 def test_an_impossible_irreducible_loss_is_refused(tmp_path, capsys, value, message):
     write_ladder(tmp_path)
     assert cli.main(["report", "scaling", str(tmp_path), "--irreducible", value]) != 0
-    output = capsys.readouterr()
-    assert output.err.strip().removeprefix("error: ") == message
-    assert output.out == ""
+    assert f"--irreducible {value}: {message}" in capsys.readouterr().err
 
 
-def test_nothing_to_fit_is_an_error_with_the_command_to_run(tmp_path, capsys):
+def test_nothing_to_fit_is_an_error_with_the_command_to_run(tmp_path):
     run = write_run(tmp_path / "one-0123abcd", "model.memory=null")
     with pytest.raises(RunError, match=r"no finished runs; .*sweep run ladder`; unfinished, `.*fit.*`"):
         build_scaling([tmp_path])
     finish(run, 3.0)
-    assert cli.main(["report", "scaling", str(tmp_path)]) != 0
-    output = capsys.readouterr()
-    assert "nothing to fit: no family has two sizes" in output.err
-    assert output.err.endswith("`python -m stackexp sweep run ladder`\n")
-    assert output.out == ""
+    with pytest.raises(RunError, match=r"nothing to fit: no family has two sizes.*sweep run ladder`"):
+        build_scaling([tmp_path])
 
 
 def test_runs_scored_on_other_sets_are_left_out(tmp_path):

@@ -86,8 +86,7 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys):
     other = json.loads(folders[1].result.read_text())
     folders[1].result.write_text(json.dumps(other | {"bigrams": other["bigrams"] | {"average": {"loss": 4.5}}}))
     rows = format_comparison(list_rows(load_runs(runs)), "markdown").splitlines()
-    names = [row.split("|")[1].strip() for row in rows[4:]]
-    assert names == ["bigram counts (data of one)", "bigram counts (data of two)"]
+    assert ["bigram counts (data of " in row for row in rows[4:]] == [True, True]
     folders[1].result.unlink()
     found = list_rows(load_runs(runs))
     rows = format_comparison(found).splitlines()
@@ -118,34 +117,22 @@ def test_training_data_are_compared_by_their_hashes(tmp_path):
     assert "started: its training data are not compared; none recorded yet" in line
     (line,) = check_same_data([folders["a"], folders["none"], folders["b"]])
     assert line.startswith(f"{tmp_path}/none: its training data are not compared")
-    with pytest.raises(
-        RunError,
-        match=r"/c: trained on other data than .*/a \(they differ at step 30\); compare them anyway with --diff",
-    ):
+    with pytest.raises(RunError, match=r"/c: trained on other data than .*/a \(they differ at step 30\)"):
         check_same_data([folders["a"], folders["b"], folders["c"]])
 
 
 def test_formal_languages_are_compared_by_their_options(tmp_path):
-    one, longer, other, again = (
-        read_run(RunFolder(write_run(tmp_path / name, model, task, *overrides, seed=seed)))
-        for name, model, task, overrides, seed in [
-            ("one", "LSTM", "even_pairs", [], 0),
-            ("longer", "StackRNN", "even_pairs", ["data.eval_max_length=600"], 0),
-            ("other", "LSTM", "odds_first", [], 0),
-            ("again", "LSTM", "even_pairs", [], 1),
-        ]
-    )
-    assert check_same_data([one, longer]) == [], "tests may differ"
-    with pytest.raises(
-        RunError, match=r"other: trained on other data than .*/one \(data.task is odds_first, not even_p"
-    ):
-        check_same_data([one, longer, other])
-    with pytest.raises(
-        RunError, match=r"again: .*/one \(seed is 1, not 0\); compare them anyway with --different-data"
-    ):
-        check_same_data([one, again])
-    tokens = {"path": str(tmp_path / "tokens")}
+    def read(name, task="even_pairs", *overrides, seed=0):
+        return read_run(RunFolder(write_run(tmp_path / name, "LSTM", task, *overrides, seed=seed)))
+
+    one = read("one")
+    assert check_same_data([one, read("longer", "even_pairs", "data.eval_max_length=600")]) == [], "tests may differ"
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens/data.jsonl").write_text('{"step": 10, "hash": "aa"}\n')
-    with pytest.raises(RunError, match=r"tokens: trained on other data than .*/one \(text is not generated data\)"):
-        check_same_data([one, tokens])
+    for other, message in (
+        (read("other", "odds_first"), "data.task is odds_first, not even_pairs"),
+        (read("again", seed=1), "seed is 1, not 0"),
+        ({"path": str(tmp_path / "tokens")}, "text is not generated data"),
+    ):
+        with pytest.raises(RunError, match=rf"trained on other data than .*/one \({message}\)"):
+            check_same_data([one, other])

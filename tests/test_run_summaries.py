@@ -9,7 +9,7 @@ import pytest
 
 from stackexp.cli import main
 from stackexp.errors import RunError
-from stackexp.frame import find_runs, read_run
+from stackexp.frame import read_run
 from stackexp.models.checkpoints import find_checkpoint
 from stackexp.run_result import RunResult
 from stackexp.runs import RunFolder
@@ -53,12 +53,6 @@ def test_copies_of_runs_with_the_same_name_are_refused_before_any_is_written(run
     assert main(["runs", "copy", "runs", "--to", "copies"]) == 2
     assert "have the same name; copy them separately" in capsys.readouterr().err
     assert not Path("copies").exists()
-
-
-def test_runs_are_found_at_any_depth(run, tmp_path):
-    shutil.copytree(run.path, "runs/formal/stacktrans/x")
-    Path("runs/notes").mkdir()
-    assert [str(found.path) for found in find_runs(["runs"])] == ["runs/formal/stacktrans/x", str(run.path)]
 
 
 def test_links_are_not_removed_and_a_run_given_twice_is_removed_once(run, capsys):
@@ -146,11 +140,8 @@ def test_damaged_records_never_cause_a_traceback(run, capsys, file):
     ("change", "message"),
     [
         ([], r"expected an object, found \[\]"),
-        ({"version": "x"}, "version is 'x'"),
         ({"parameters": "many"}, "parameters is 'many'"),
-        ({"train_loss": [1]}, r"train_loss is \[1\]"),
         ({"train_loss": {"first": "x"}}, "train_loss.first is 'x'"),
-        ({"sets": {"left": 3}}, "sets.left is 3"),
         ({"sets": {"left": {}}}, "sets.left has no loss"),
         ({"average": {"loss": "x"}}, "average.loss is 'x'"),
     ],

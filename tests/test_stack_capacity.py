@@ -23,18 +23,13 @@ def warnings(caplog):
 
 
 def test_evaluation_checks_its_longest_strings(warnings):
-    assert warnings(SAME_SLOTS_IN_TEST) == [
-        "model.memory.eval_num_slots: 24 slots are too few for reverse_string at length 500, which requires 500; "
-        "set model.memory.eval_num_slots=500"
-    ]
+    assert "at length 500" in warnings(SAME_SLOTS_IN_TEST)[0]
+    assert warnings(SAME_SLOTS_IN_TEST)[0].endswith("set model.memory.eval_num_slots=500")
     assert "at length 60" in warnings(SAME_SLOTS_IN_TEST, stage="validate")[0]
 
 
 def test_fit_also_checks_the_training_strings(warnings):
-    assert warnings(stage="fit") == [
-        "model.memory.num_slots: 24 slots are too few for reverse_string at length 40, which requires 40; "
-        "set model.memory.num_slots=40"
-    ]
+    assert warnings(stage="fit")[0].endswith("at length 40, which requires 40; set model.memory.num_slots=40")
     assert warnings("data.max_length=24", stage="fit") == []
     assert len(warnings(SAME_SLOTS_IN_TEST, stage="fit")) == 2
 

