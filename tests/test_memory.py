@@ -1,12 +1,20 @@
-"""The stack memory as a module: parameters, equations, options, state and initialization."""
+"""The stack memory as a module: parameters, equations, options, feedback, state and initialization."""
 
 import math
 
 import pytest
 import torch
-from stack_memories import HIDDEN, READS, B, T, decoder_config, hidden_states, make_memory
+from config_files import BASE, compose_error
+from stack_memories import ACTION_INPUTS, HIDDEN, PROJECTIONS, READS, B, T, decoder_config, hidden_states, make_memory
 
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
+from stackexp.errors import RunError
+from stackexp.models.memories import Memory
+from stackexp.models.memories.base import check_interface
 from stackexp.models.memories.extensions import ExtendedStackMemory as StackMemory
+from stackexp.models.transformer import Cache, Transformer
+from stackexp.stack import use_implementation
 
 
 def parameters(**options):
@@ -154,3 +162,250 @@ def test_additive_mask_reads_one_slot_and_gives_query_no_gradient():
     top = make_memory(axis="time", read="top")
     top.load_state_dict({name: value for name, value in memory.state_dict().items() if name != "query"})
     torch.testing.assert_close(out, top(h, top.empty_state(h))[0])  # the occupied-most slot is the top
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+@pytest.mark.parametrize(("action_input", "action_scale"), ACTION_INPUTS)
+def test_linear_feedback_adds_last_read_to_h(projection, action_input, action_scale):
+    """Compare with a memory without feedback on h_t + F R_{t-1}, one token at a time, with h_t as the residual."""
+    options = {"projection": projection, "action_input": action_input, "action_scale": action_scale, "axis": "time"}
+    memory = make_memory(feedback=True, **options)
+    plain = make_memory(**options)
+    plain.load_state_dict({name: value for name, value in memory.state_dict().items() if name != "feedback"})
+    reads = []
+    plain.project_up = lambda read: reads.append(read[:, 0]) or StackMemory.project_up(plain, read)
+    h = hidden_states()
+    got, _, _ = memory(h, memory.empty_state(h))
+    state, fed_back = plain.empty_state(h), torch.zeros(B, HIDDEN, dtype=torch.float64)
+    for t in range(T):
+        inputs = h[:, t] + fed_back
+        new, state, _ = plain(inputs[:, None], state)
+        torch.testing.assert_close(got[:, t], new[:, 0] - fed_back)  # the gate is 1
+        fed_back = reads[-1].flatten(1) @ memory.feedback.T
+
+
+@pytest.mark.parametrize(("action_input", "action_scale"), ACTION_INPUTS)
+@pytest.mark.parametrize("activation", ["tanh", "gated"])
+def test_hidden_layer_feedback_adds_to_push_and_action(activation, action_input, action_scale):
+    """Compare with a memory without feedback plus P u and Q u, one token at a time: u = f(U h_t + V R_{t-1})."""
+    options = {"action_input": action_input, "action_scale": action_scale, "axis": "time", "read": "top"}
+    memory = make_memory(feedback=True, feedback_activation=activation, feedback_hidden_size=7, **options)
+    plain = make_memory(action_sharpness=1.0, **options)
+    for weight in (memory.down, memory.actions):
+        torch.nn.init.normal_(weight)
+    shared = {name: value for name, value in memory.state_dict().items() if not name.startswith("feedback")}
+    plain.load_state_dict(shared)
+    reads, units = [torch.zeros(B, 2, 3, dtype=torch.float64)], None
+    plain.project_up = lambda read: reads.append(read[:, 0]) or StackMemory.project_up(plain, read)
+
+    def project_with_feedback(h):
+        push, logits = StackMemory.project(plain, h)
+        added = units @ memory.feedback.T
+        return push + added[:, None, :6].unflatten(-1, (2, 3)), logits + added[:, None, 6:].unflatten(-1, (2, 3))
+
+    plain.project = project_with_feedback
+    h = hidden_states()
+    got, _, _ = memory(h, memory.empty_state(h))
+    state = plain.empty_state(h)
+    for t in range(T):
+        units = torch.tanh(h[:, t] @ memory.feedback_token.T + reads[-1].flatten(1) @ memory.feedback_read.T)
+        if activation == "gated":
+            units = units[:, :7] * units[:, 7:]
+        new, state, _ = plain(h[:, t : t + 1], state)
+        torch.testing.assert_close(got[:, t], new[:, 0])
+
+
+def test_hidden_layer_feedback_starts_down_and_actions_at_zero():
+    hidden = {"feedback_activation": "gated", "feedback_hidden_size": 5, "action_input": "hidden"}
+    hidden |= {"axis": "time", "feedback": True}
+    memory, plain = make_memory(**hidden), make_memory(axis="time", feedback=True)
+    assert not memory.down.any()
+    assert not memory.actions.any()
+    assert all(weight.any() for name, weight in memory.named_parameters() if name not in ("down", "actions"))
+    assert all(weight.any() for weight in plain.parameters())
+    h = hidden_states().requires_grad_()
+    memory(h, memory.empty_state(h))[0].square().sum().backward()
+    assert all(weight.grad.any() for name, weight in memory.named_parameters() if name != "query")
+
+
+def test_invalid_feedback_options_give_one_error():
+    options = {"axis": "time", "feedback": True, "feedback_activation": "gated", "feedback_hidden_size": 8}
+    model = TransformerConfig(vocab_size=7)
+    assert not list(StackMemoryConfig(**options).find_errors(model))
+    for changes, key, message in (
+        ({"feedback": False}, "feedback_activation", "gated requires feedback: true"),
+        ({"feedback_activation": "identity"}, "feedback_hidden_size", "requires feedback: true"),
+        ({"feedback_hidden_size": None}, "feedback_activation", "gated requires feedback_hidden_size"),
+        ({"axis": "depth"}, "feedback", "requires axis: time"),
+    ):
+        [(found, error)] = StackMemoryConfig(**options | changes).find_errors(model)
+        assert (found, message in error) == (key, True)
+
+
+@pytest.mark.parametrize("action_input", ["head", "hidden"])
+def test_push_norm_divides_each_head_by_its_root_mean_square(action_input):
+    memory, h = make_memory(push_norm="head", action_input=action_input), hidden_states()
+    x, logits = memory.project(h)
+    plain, _ = make_memory(action_input=action_input).project(h)
+    torch.testing.assert_close(x, plain / (plain.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+    scaled_x, scaled_logits = memory.project(100 * h)
+    torch.testing.assert_close(scaled_x, x, rtol=1e-3, atol=1e-3)
+    if action_input == "head":  # the actions, too, do not depend on the size of h
+        torch.testing.assert_close(scaled_logits, logits, rtol=1e-3, atol=1e-3)
+
+
+def test_action_bias_starts_at_push_and_is_learned():
+    memory, h = make_memory(action_bias=2.0), hidden_states()
+    assert memory.action_bias.tolist() == [[2, 0, 0], [2, 0, 0]]
+    _, logits = memory.project(h)
+    _, plain = make_memory().project(h)
+    torch.testing.assert_close(logits, plain + torch.tensor([2.0, 0, 0], dtype=torch.float64))
+    new_h, _, _ = memory(h, memory.empty_state(h))
+    assert torch.autograd.grad(new_h.sum(), memory.action_bias)[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("option", ["push_norm=head", "action_bias=2"])
+def test_options_that_break_the_linear_feedback_are_refused(option):
+    linear = ["model.memory.axis=time", "model.memory.feedback=true"]
+    name = option.partition("=")[0]
+    assert f"model.memory.{name}: " in compose_error([BASE], *linear, f"model.memory.{option}")
+
+
+@pytest.mark.parametrize("axis", ["depth", "token_major"])
+def test_each_sublayer_has_a_memory_with_its_own_parameters(axis):
+    torch.manual_seed(0)
+    model = Transformer(decoder_config(num_layers=2, axis=axis, site="each_sublayer", num_slots=5)).double()
+    assert [memory.site for memory in model.memories] == ["after_attention", "after_block"] * 2
+    assert model.num_parameters(memory=True) == 4 * sum(p.numel() for p in make_memory().parameters())
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    output = model(tokens, probe=True)
+    assert len(output.probes) == 4
+    cache = Cache()
+    parts = [model(part, cache).logits for part in tokens.split(1, 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), output.logits)
+    if axis == "depth":  # one stack of the token passes through all four
+        assert output.probes[3]["occupancy"] > output.probes[0]["occupancy"]
+    flops = [memory.flops_per_token(1) for memory in model.memories]
+    assert [f - flops[0] for f in flops] == [2.0 * 5 * 6 * n for n in range(4)], "the occupied slots"
+    two = [memory.flops_per_token(2) - flops[0] for memory in model.memories]  # the mean of two tokens
+    occupied = [0, 1, 2, 3] if axis == "depth" else [2, 2.5, 3, 3.5]  # without the first slot, so at most 4
+    assert two == pytest.approx([2.0 * 5 * 6 * n for n in occupied])
+
+
+def test_memories_receive_the_outputs_of_the_sublayers():
+    """`previous` is the input of the block, or of the sublayer for a memory at each; the embedding starts a state."""
+
+    class Recorder(Memory):
+        site = "each_sublayer"
+
+        def empty_state(self, h):
+            return [h]
+
+        def forward(self, h, state, previous, probe=False):
+            return h, [*state, h - previous], {}
+
+    torch.manual_seed(0)
+    config = decoder_config(num_layers=2)
+    config.memory = None
+    model, tokens = Transformer(config).double(), torch.tensor([[1, 2, 3]])
+    for i, layer in enumerate(model.layers):
+        layer.attention_memory, layer.memory = Recorder(None, config, i), Recorder(None, config, i)
+        layer.attention_memory.site, layer.memory.site = "after_attention", "after_block"
+    states = []
+    model.layers[-1].memory.register_forward_hook(lambda module, args, output: states.append(output[1]))
+    hidden = model(tokens, return_hidden=True).hidden
+    (values,) = states
+    assert len(values) == 1 + 4
+    assert torch.equal(values[0], model.embedding(tokens))
+    torch.testing.assert_close(model.norm(sum(values)), hidden)
+
+
+def test_a_memory_with_another_interface_is_refused():
+    class Old(Memory):
+        def forward(self, h, state, probe=False):
+            return h, state, {}
+
+    class Everywhere(Memory):
+        axis, site = "time", "each_sublayer"
+
+    model = decoder_config()
+    with pytest.raises(RunError, match=r"Old\.forward: has no argument previous; see Memory\.forward"):
+        check_interface(Old(None, model, 0))
+    with pytest.raises(RunError, match="site each_sublayer requires axis depth or token_major, found time"):
+        check_interface(Everywhere(None, model, 0))
+
+
+# Push-Only, as the paper words it: a_push = 1, no pop, no no-op, no action parameters and no entropy term
+
+PUSH_ONLY = {"discipline": "push_only", "num_slots": 4}
+
+
+def read_list(pushed: list[list[float]], query: list[float], num_slots: int, read: str, read_mask: str) -> list[float]:
+    """Return R of one head after these pushes, the newest last; every pushed element has M = 1."""
+    stack = pushed[::-1][:num_slots]
+    if read == "top":
+        return stack[0]
+    scores = [sum(w * value for w, value in zip(query, element, strict=True)) for element in stack]
+    empty = {"multiply": 0.0, "log": math.log(torch.finfo(torch.float64).tiny), "additive": -1e9}[read_mask]
+    weights = [math.exp(score) for score in [*scores, *[empty] * (num_slots - len(stack))]]
+    return [
+        sum(w * element[i] for w, element in zip(weights, stack, strict=False)) / sum(weights)
+        for i in range(len(stack[0]))
+    ]
+
+
+@pytest.mark.parametrize(("read", "read_mask"), READS)
+@pytest.mark.parametrize("implementation", ["reference", "eager", "auto"])
+def test_layers_read_a_list_of_everything_below(implementation, read, read_mask):
+    """Six layers push onto four slots, so the oldest elements are lost."""
+    memories = [make_memory(layer, seed=layer, read=read, read_mask=read_mask, **PUSH_ONLY) for layer in range(6)]
+    h, state, pushed = hidden_states(), None, []
+    with use_implementation(implementation):
+        for memory in memories:
+            x = memory.project_down(h)  # [B, T, H, D]
+            pushed.append(x)
+            new_h, state, stats = memory(h, memory.empty_state(h) if state is None else state)
+            for b, t in ((0, 0), (B - 1, T - 1)):
+                reads = [
+                    read_list(
+                        [p[b, t, head].tolist() for p in pushed],
+                        [] if read == "top" else memory.get_query()[head].tolist(),
+                        *(4, read, read_mask),
+                    )
+                    for head in range(2)
+                ]
+                expected = memory.gate * h[b, t] + memory.project_up(torch.tensor([reads], dtype=torch.float64))[0]
+                torch.testing.assert_close(new_h[b, t], expected)
+            assert stats["entropy"] == 0
+            h = new_h.detach()
+
+
+def test_scans_read_a_list_of_the_last_tokens():
+    memory = make_memory(axis="time", **PUSH_ONLY | {"num_slots": 3})
+    h = hidden_states()
+    new_h, _, _ = memory(h, memory.empty_state(h))
+    x = memory.project_down(h)
+    reads = [
+        read_list([x[0, t, head].tolist() for t in range(T)], memory.query[head].tolist(), 3, "global", "multiply")
+        for head in range(2)
+    ]
+    expected = memory.gate * h[0, -1] + memory.project_up(torch.tensor([reads], dtype=torch.float64))[0]
+    torch.testing.assert_close(new_h[0, -1], expected)
+
+
+def test_it_has_no_action_parameters_and_no_entropy_term():
+    config = decoder_config(num_layers=3, **PUSH_ONLY)
+    model = Transformer(config)
+    memory = 2 * 12 * 6 + 6 + 1  # W_down and W_up, w_g, g
+    assert model.num_parameters(memory=True) == 3 * memory
+    assert model.entropy_weight == 0
+    output = model(torch.zeros(1, 4, dtype=torch.int64), probe=True)
+    assert output.probes[0]["push"] == 1
+    assert output.probes[0]["pop"] == output.probes[0]["no_op"] == 0
+    assert [probe["occupancy"].item() for probe in output.probes] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("option", ["action_input=hidden", "action_noise=0.1", "action_sharpness=2", "feedback=true"])
+def test_options_of_actions_are_refused(option):
+    error = compose_error([BASE], "model.memory.discipline=push_only", f"model.memory.{option}")
+    assert f"model.memory.{option.partition('=')[0]}: not supported by discipline: push_only" in error

@@ -75,8 +75,6 @@ def test_muon_updates_matrices_and_adamw_the_rest():
     model, plain = build_decoder(), build_decoder()
     optimizer = build_muon(config, model)
     names = {p: name for name, p in model.named_parameters()}
-    by_muon = {names[p] for p, state in optimizer.state.items() if "momentum_buffer" in state}
-    assert by_muon == set()
     train(model, optimizer, 1)
     by_muon = {names[p] for p, state in optimizer.state.items() if "momentum_buffer" in state}
     others = ("embedding.weight", *(f"layers.{layer}.memory.query" for layer in range(2)))
@@ -132,8 +130,6 @@ def test_a_memory_names_matrices_without_decay():
 
 
 WARMUP = {"warmup_steps": 10}
-COSINE = build_cosine(CosineConfig(**WARMUP, final_fraction=0.2), 110)
-LINEAR = build_linear(LinearConfig(**WARMUP, final_fraction=0.2), 110)
 
 
 def build_wsd(max_steps: int, **options):
@@ -143,12 +139,11 @@ def build_wsd(max_steps: int, **options):
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (COSINE, {0: 0, 5: 0.5, 10: 1, 60: 0.6, 110: 0.2}),
-        (LINEAR, {0: 0, 10: 1, 35: 0.8, 110: 0.2, 120: 0.2}),
+        (build_cosine(CosineConfig(**WARMUP, final_fraction=0.2), 110), {0: 0, 5: 0.5, 10: 1, 60: 0.6, 110: 0.2}),
+        (build_linear(LinearConfig(**WARMUP, final_fraction=0.2), 110), {0: 0, 10: 1, 35: 0.8, 110: 0.2, 120: 0.2}),
         (build_linear(LinearConfig(warmup_steps=0, final_fraction=0), 4), {0: 1, 1: 0.75, 4: 0}),
         (build_wsd(100, decay_steps=40, decay="linear"), {5: 0.5, 10: 1, 60: 1, 80: 0.5, 100: 0}),
         (build_wsd(100, decay_steps=40, final_fraction=0.5), {60: 1, 70: 0.75, 100: 0.5}),
-        (build_wsd(80, decay_fraction=0.25, decay="linear"), {60: 1, 70: 0.5, 80: 0}),
         (build_wsd(80, decay_fraction=0.0), {5: 0.5, 79: 1, 80: 1}),
     ],
 )

@@ -103,15 +103,6 @@ def test_config_selects_recomputation():
         compose(["quickstart"], ["trainer.recompute=selective"])
 
 
-@pytest.mark.parametrize(
-    "overrides", [["ablation/stacktrans", "model.memory.axis=time"], ["formal/stack_rnn"], ["formal/stack_attention"]]
-)
-def test_selective_rejects_token_scans(overrides):
-    selective = ["trainer.activation_checkpointing=true", "trainer.recompute=selective"]
-    with pytest.raises(ConfigError, match=r"trainer\.recompute: selective is only supported by decoders"):
-        compose(overrides[:1], [*overrides[1:], *selective])
-
-
 @pytest.mark.slow  # compiles with the C++ compiler
 @pytest.mark.parametrize("recompute", [True, "selective"])
 def test_compiled_recomputation_preserves_gradients(recompute):

@@ -85,8 +85,4 @@ def test_the_page_opens_in_a_browser(page, tmp_path):
         browser.open(file.as_uri())
         complete = "[...document.images].filter(image => image.complete && image.naturalWidth > 500).length"
         assert poll(lambda: browser.evaluate(complete), 5, seconds=30) == 5
-        cell = (
-            "[...document.querySelectorAll('tr')].map(row => row.innerText).filter(text => text.startsWith('queue'))[0]"
-        )
-        assert browser.evaluate(cell).split("\t")[-2:] == ["3.679 / 35.14†", "3.211 / 25.97"]
         assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth") is True

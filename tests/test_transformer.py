@@ -149,17 +149,13 @@ def test_token_major_uses_one_stack_across_layers_and_tokens():
     torch.testing.assert_close(model(tokens).logits, torch.cat(logits, 1))
 
 
-@pytest.mark.parametrize("site", ["before_attention", "after_attention", "after_block"])
-def test_memory_runs_at_configured_site(site):
-    model, tokens = make_model({"site": site}), make_tokens()
-    order = []
-    layer = model.layers[0]
+@pytest.mark.parametrize(("site", "place"), [("before_attention", 0), ("after_attention", 1), ("after_block", 2)])
+def test_memory_runs_at_configured_site(site, place):
+    model, order = make_model({"site": site}), []
     for name in ("memory", "attention", "feed_forward"):
-        getattr(layer, name).register_forward_hook(lambda *_, name=name: order.append(name))
-    model(tokens)
-    expected = ["attention", "feed_forward"]
-    expected.insert({"before_attention": 0, "after_attention": 1, "after_block": 2}[site], "memory")
-    assert order == expected
+        getattr(model.layers[0], name).register_forward_hook(lambda *_, name=name: order.append(name))
+    model(make_tokens())
+    assert (order.pop(place), order) == ("memory", ["attention", "feed_forward"])
 
 
 @pytest.mark.parametrize("axis", AXES)

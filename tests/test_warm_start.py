@@ -26,7 +26,7 @@ from stackexp.config.memory import (
     StackAttentionConfig,
     ValueSkipConfig,
 )
-from stackexp.errors import ConfigError, RunError
+from stackexp.errors import RunError
 from stackexp.files import compute_sha256, read_json
 from stackexp.models import checkpoints
 from stackexp.models.memories.base import Memory
@@ -150,10 +150,8 @@ def test_new_and_dropped_tensors_are_listed(config, caplog):
 def test_options_that_change_what_the_weights_compute_are_warned_about(config, caplog):
     prepare_warm_start(config("model.norm_eps=0.1", "model.memory.read_mask=log", "model.memory.entropy_weight=0"))
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [warning.partition(": ")[2] for warning in warnings] == [
-        "trained with model.norm_eps=1e-05, but the config has 0.1",
-        "trained with model.memory.read_mask=multiply, but the config has log",
-    ]
+    assert ["model.norm_eps=1e-05" in warnings[0], "read_mask=multiply" in warnings[1]] == [True, True]
+    assert len(warnings) == 2
 
 
 def test_loaded_weights_are_those_of_the_source(config, trained):
@@ -209,11 +207,6 @@ def test_damaged_and_foreign_sources_are_reported_in_one_line(config, trained, t
     weights = tmp_path / "a.safetensors"
     weights.write_bytes(b"12")
     assert "cannot be read as safetensors" in get_error(config(f"warm_start.weights={weights}"))
-
-
-def test_skip_requires_weights(trained):
-    with pytest.raises(ConfigError, match=r"warm_start.skip: requires warm_start.weights"):
-        compose([str(trained / "config.yaml")], ["warm_start.skip=[embedding]"])
 
 
 def test_a_formal_language_model_starts_a_text_model(config, tmp_path, caplog):
