@@ -16,9 +16,8 @@ SUBMIT = ("--launcher", "slurm")
 
 @pytest.fixture
 def study(slurm, tmp_path) -> Study:
-    """Four trials; d runs on both nodes."""
-    study = Study(tmp_path)
-    return study
+    """Four trials."""
+    return Study(tmp_path)
 
 
 def set_trials(study: Study, names: str, wide: str = "") -> None:
