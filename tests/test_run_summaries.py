@@ -127,7 +127,7 @@ def test_damaged_records_never_cause_a_traceback(run, capsys, file):
         [*compare, "--figure", "x.png"],
         [*compare, "--json"],
     )
-    for _ in range(15):
+    for _ in range(10):
         path.write_bytes(mutate(original, generator))
         for command in commands:
             code = main(command)
