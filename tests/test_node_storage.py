@@ -161,8 +161,8 @@ time.sleep(1000)
 class Run:
     """A process that reads training data with a temporary folder of its own."""
 
-    def __init__(self, data: Path, folder: Path, workers: int = 0):
-        folder.mkdir()
+    def __init__(self, data: Path, workers: int = 0):
+        folder = Path(tempfile.mkdtemp())  # shorter than tmp_path: the path of a socket has at most 107 bytes
         self.folder, code = folder, RUN.format(tests=str(Path(__file__).parent), folder=str(data), workers=workers)
         environment = os.environ | {"TMPDIR": str(folder)}
         command = [sys.executable, "-c", code]
@@ -180,6 +180,7 @@ class Run:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         time.sleep(0.2)  # for its children, which hold no lock
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @pytest.mark.process
@@ -187,9 +188,9 @@ class Run:
 def test_next_run_removes_leftovers_of_a_killed_run(tmp_path, workers):
     """All three runs have different temporary folders."""
     data = write_set(tmp_path / "set", 0, 40)
-    living = Run(data, tmp_path / "living", workers)
+    living = Run(data, workers)
     try:
-        dead = Run(data, tmp_path / "dead", workers)
+        dead = Run(data, workers)
         # Checked before the kill: after it, a run of another test may remove them first.
         assert len(dead.list_remains()) > 5, "the run has no shared memory, so this proves nothing"
         dead.kill_all()
@@ -206,7 +207,7 @@ def test_next_run_removes_leftovers_of_a_killed_run(tmp_path, workers):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_stopped_workers_end_with_their_run(tmp_path, number):
     """A worker that was stopped with SIGSTOP cannot see that its run has ended."""
-    run = Run(write_set(tmp_path / "set", 0, 40), tmp_path / "run", workers=2)
+    run = Run(write_set(tmp_path / "set", 0, 40), workers=2)
     for worker in run.workers:
         os.kill(worker, signal.SIGSTOP)
     run.process.send_signal(number)
@@ -223,6 +224,17 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_temporary_folder_with_a_long_path_is_reported(tmp_path, monkeypatch):
+    data = write_set(tmp_path / "set", 0, 40)
+    monkeypatch.setattr(tempfile, "tempdir", f"/{75 * 'x'}")
+    with pytest.raises(RunError, match=r"^/x+: the path is too long .*; set TMPDIR to a path of at most 75 bytes"):
+        build_loader(build_config(path=str(data), num_workers=1))
+    monkeypatch.setattr(tempfile, "tempdir", f"/{74 * 'x'}")
+    node_storage.check_temporary_folder(loaders=1)
+    monkeypatch.setattr(tempfile, "tempdir", f"/{75 * 'x'}")
+    node_storage.check_temporary_folder(loaders=0)
 
 
 def test_too_little_shared_memory_is_reported(tmp_path, monkeypatch):

@@ -162,6 +162,8 @@ SHARED_MEMORY = Path("/dev/shm")
 OWNER_SUFFIX = "_stackexp_owner"
 FIXED_BYTES = 1 << 18  # segments, queues and locks of a run, each at least a page
 PREFETCHED_BATCHES = 2  # by each loader worker; torch's default
+MAX_SOCKET_PATH_BYTES = 107  # on Linux
+WORKER_SOCKET = "/pymp-12345678/listener-12345678"  # a path of Python's multiprocessing below the temporary folder
 
 _owned = ExitStack()
 
@@ -215,6 +217,18 @@ def check_space(samples: int, loaders: int, batch_bytes: int) -> None:
         workers = ", or set data.num_workers=0" if loaders and always < free else ""
         message = f"{SHARED_MEMORY}: the training data need {needed:,} bytes, but only {free:,} are free"
         raise RunError(f"{message}; {advice}{workers}")
+
+
+def check_temporary_folder(loaders: int) -> None:
+    """Raise RunError if the path of the temporary folder is too long for the sockets of loader workers.
+
+    The workers could not send their batches, and the run would wait for them forever.
+    """
+    folder = tempfile.gettempdir()
+    limit = MAX_SOCKET_PATH_BYTES - len(WORKER_SOCKET)
+    if loaders and len(os.fsencode(folder)) > limit:
+        advice = f"set TMPDIR to a path of at most {limit} bytes, or data.num_workers=0"
+        raise RunError(f"{folder}: the path is too long for the sockets of loader workers; {advice}")
 
 
 def _owner_file(prefix: str) -> Path:
