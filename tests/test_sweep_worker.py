@@ -167,7 +167,7 @@ def fill(machine: Machine, trial: Trial, claims: list[Claim] = []) -> list[list[
     claims, reserved = list(claims), []
     while (gpus := machine.reserve(trial, claims)) is not None:
         reserved.append(gpus)
-        claims.append(Claim(*machine.place, 1, trial.config.trainer.devices, gpus))
+        claims.append(Claim(*machine.location, 1, trial.config.trainer.devices, gpus))
     return reserved
 
 
@@ -177,7 +177,7 @@ def test_gpus_are_divided_among_trials(monkeypatch):
     (trial, *_) = load_sweep("study.yaml", ["data.micro_batch_size=1", "trainer.devices=2"]).trials
     assert fill(machine, trial) == [["4", "5"], ["6", "7"]]
     elsewhere = Claim("other-host", "", 1, 2, ["4", "5"])
-    here = Claim(*machine.place, 1, 2, ["4", "5"])
+    here = Claim(*machine.location, 1, 2, ["4", "5"])
     assert fill(machine, trial, [here, elsewhere]) == [["6", "7"]], "those of killed and other workers count, too"
 
 
@@ -186,7 +186,7 @@ def test_small_trials_share_gpus(monkeypatch):
     machine = build_machine(monkeypatch, gpus=["4", "5"], trials_per_gpu=2)
     (trial, *_) = load_sweep("study.yaml", ["data.micro_batch_size=1"]).trials
     assert fill(machine, trial) == [["4"], ["5"], ["4"], ["5"]]
-    assert fill(machine, trial, [Claim(*machine.place, 1, 1, ["4"])]) == [["5"], ["4"], ["5"]]
+    assert fill(machine, trial, [Claim(*machine.location, 1, 1, ["4"])]) == [["5"], ["4"], ["5"]]
     assert machine.threads == max(1, len(os.sched_getaffinity(0)) // 4)
 
 
@@ -196,7 +196,7 @@ def test_small_trials_share_gpus(monkeypatch):
     [
         ("trainer.devices=2", {"trials_per_gpu": 4}, "trials of 2 devices cannot share GPUs"),
         ("trainer.devices=8", {}, "needs 8 GPUs, this machine has 4"),
-        ("trainer.num_nodes=2", {}, "needs 2 nodes, this is one"),
+        ("trainer.num_nodes=2", {}, "needs 2 nodes, this machine is one"),
     ],
 )
 def test_what_does_not_fit_is_a_config_error(monkeypatch, override, resources, message):

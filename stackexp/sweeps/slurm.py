@@ -1,7 +1,7 @@
 """Run the workers of a sweep as Slurm array jobs, with plain sbatch, squeue, scontrol and scancel.
 
-Each task of an array is one worker with the nodes and devices of one trial. submitit is not used, because it needs
-sacct's accounting and runs pickled functions, but a worker is a command.
+Each task of an array is one worker with the nodes and devices of one trial. submitit is not used: it requires
+sacct, and it runs pickled functions, whereas a worker is a command.
 """
 
 import hashlib
@@ -21,15 +21,15 @@ from stackexp.sweeps.sweep import Sweep
 from stackexp.sweeps.trials import PROGRAM, Trial, compute_config_hash, read_claim
 
 ARRAY_SIZE = 1000
-"""Tasks of one job: Slurm's limit where its administrator has set none."""
+"""Most tasks of one array: Slurm's default limit."""
 REQUEUE_ATTEMPTS, REQUEUE_SECONDS = 20, 3
 
 Shape = tuple[int, int]
-"""The nodes of a trial, and the devices of each."""
+"""The number of nodes of a trial, and of devices per node."""
 
 
 class Job(NamedTuple):
-    """An array task in squeue: the job's name, id (`12_3`), state, and why it waits or the nodes it runs on."""
+    """An array task in squeue: the job's name, id (`12_3`), state, and nodes (or the reason why it waits)."""
 
     name: str
     id: str
@@ -43,11 +43,11 @@ class Job(NamedTuple):
 
 
 class Array(NamedTuple):
-    """An array of workers to submit. If it is `late`, it starts when the earlier ones have ended."""
+    """An array of workers to submit. If `is_dependent`, it starts when the earlier arrays have ended."""
 
     shape: Shape
     workers: int
-    late: bool
+    is_dependent: bool
 
 
 # Submit workers
@@ -64,7 +64,7 @@ def submit_workers(sweep: Sweep, max_parallel: int | None, retries: int) -> list
     lines, earlier = [], {job.array_id for job in jobs}
     for array in plan_arrays(sweep, max_parallel, jobs):
         (sweep.folder / "jobs" / name_job(sweep, array.shape)).mkdir(parents=True, exist_ok=True)
-        after = [f"--dependency=afterany:{':'.join(sorted(earlier))}"] if array.late else []
+        after = [f"--dependency=afterany:{':'.join(sorted(earlier))}"] if array.is_dependent else []
         script = build_script(sweep, array, max_parallel, retries)
         job = run_slurm("sbatch", "--parsable", *after, input=script).strip().split(";")[0]
         earlier.add(job)
@@ -74,9 +74,9 @@ def submit_workers(sweep: Sweep, max_parallel: int | None, retries: int) -> list
 
 
 def plan_arrays(sweep: Sweep, max_parallel: int | None, jobs: list[Job]) -> list[Array]:
-    """Return the arrays of workers that are missing besides the waiting and running `jobs`, one for each shape.
+    """Return one array for each shape, with the workers that are missing in addition to the queued and running `jobs`.
 
-    At most `max_parallel` trials run at once: an array that exceeds it starts when the earlier ones have ended.
+    At most `max_parallel` trials run at once. An array that would exceed this starts when the earlier ones have ended.
     """
     share = sweep.config.resources.trials_per_gpu
     limit = max(1, max_parallel // share) if max_parallel else ARRAY_SIZE
@@ -86,7 +86,7 @@ def plan_arrays(sweep: Sweep, max_parallel: int | None, jobs: list[Job]) -> list
         missing = math.ceil(trials / share) - same.count("PENDING")
         workers = min(missing, limit, ARRAY_SIZE) if room <= 0 and not same else min(missing, room, ARRAY_SIZE)
         if workers > 0:
-            arrays.append(Array(shape, workers, late=room <= 0))
+            arrays.append(Array(shape, workers, is_dependent=room <= 0))
             room -= workers
     return arrays
 
@@ -100,7 +100,7 @@ def _count_missing(sweep: Sweep) -> Counter[Shape]:
 
 
 def name_job(sweep: Sweep, shape: Shape) -> str:
-    """Return the name of the workers for a shape. It has a hash of the sweep's trials and resources."""
+    """Return the job name of the workers for a shape. It includes a hash of the sweep's trials and resources."""
     trials = [sweep.base_trial] if sweep.config.search else sweep.trials
     hashes = sorted(compute_config_hash(trial.config) for trial in trials)
     identity = json.dumps([str(sweep.folder.resolve()), shape, hashes, asdict(sweep.config.resources)])
@@ -137,7 +137,7 @@ def build_script(sweep: Sweep, array: Array, max_parallel: int | None, retries: 
 
 
 def find_jobs(sweep: Sweep) -> list[Job]:
-    """Return the waiting and running workers of a sweep. Raises RunError if Slurm does not answer."""
+    """Return the queued and running workers of a sweep. Raises RunError if Slurm does not answer."""
     folder = sweep.folder / "jobs"
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if not names or not is_available():
@@ -146,31 +146,31 @@ def find_jobs(sweep: Sweep) -> list[Job]:
     return [Job(*line.split("|", 3)) for line in output.splitlines()]
 
 
-def cancel_waiting(sweep: Sweep) -> None:
-    """Remove the waiting workers of a sweep from the queue."""
-    if waiting := [job.id for job in find_jobs(sweep) if job.state == "PENDING"]:
-        call_slurm("scancel", "--state=PENDING", *waiting)
+def cancel_pending(sweep: Sweep) -> None:
+    """Remove the pending workers of a sweep from the queue."""
+    if pending := [job.id for job in find_jobs(sweep) if job.state == "PENDING"]:
+        call_slurm("scancel", "--state=PENDING", *pending)
 
 
 # Inside a job
 
 
 def get_job() -> str:
-    """Return the id of the job around this process, "" outside Slurm.
+    """Return the id of the Slurm job of this process, or "" outside Slurm.
 
-    SLURM_JOB_ID does not serve: for one of the tasks of an array it is the id of the whole array.
+    SLURM_JOB_ID is not enough: for one of the tasks of an array, it is the id of the whole array.
     """
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID", "")
 
 
 def get_shape() -> Shape:
-    """Return the shape of the job around this process."""
+    """Return the shape of the Slurm job of this process."""
     return int(os.environ.get("SLURM_JOB_NUM_NODES", 1)), int(os.environ.get("SLURM_NTASKS_PER_NODE", 1))
 
 
 def check_worker(sweep: Sweep) -> None:
-    """Raise ConfigError if the trials are not those for which this job was submitted."""
+    """Raise ConfigError if the trials have changed since this job was submitted."""
     if os.environ.get("SLURM_JOB_NAME") != name_job(sweep, get_shape()):
         raise ConfigError(
             f"{sweep.folder}: its trials or resources have changed since this worker was submitted, in the sweep or "
@@ -181,8 +181,8 @@ def check_worker(sweep: Sweep) -> None:
 def build_srun_command(trial: Trial) -> list[str]:
     """Return the command that runs a trial on all nodes of the job.
 
-    When one process has exited with 75, others are still saving, and --kill-on-bad-exit=1 would kill them. fit itself
-    ends processes that would wait for a failed one.
+    --kill-on-bad-exit=1 would kill processes that still save when the first one exits with code 75. `fit` itself ends
+    processes that would wait for a failed one.
     """
     nodes, devices = trial.shape
     cpus = os.environ.get("SLURM_CPUS_PER_TASK")
@@ -191,12 +191,12 @@ def build_srun_command(trial: Trial) -> list[str]:
 
 
 def are_nodes_alive() -> bool:
-    """Return True if all nodes of the job still start processes."""
+    """Return True if a process can still be started on all nodes of the job."""
     return subprocess.run(["srun", "--ntasks-per-node=1", "true"], capture_output=True).returncode == 0
 
 
 def requeue_job() -> None:
-    """Put this job back into the queue. Returns if Slurm has cancelled the job, or is about to requeue it itself."""
+    """Requeue this job. Returns if Slurm has cancelled the job, or is about to requeue it itself."""
     job = get_job()
     for _ in range(REQUEUE_ATTEMPTS):
         state = call_slurm("squeue", "--noheader", "--array", f"--jobs={job}", "--format=%T")
@@ -205,7 +205,7 @@ def requeue_job() -> None:
         if state.returncode == 0 and call_slurm("scontrol", "requeue", job).returncode == 0:
             return
         time.sleep(REQUEUE_SECONDS)
-    raise RunError(f"job {job}: Slurm does not requeue it; repeat `sweep run --launcher slurm`")
+    raise RunError(f"job {job}: Slurm refuses to requeue it; repeat `sweep run --launcher slurm`")
 
 
 # Commands
@@ -226,7 +226,7 @@ def run_slurm(*command: str, **options: Any) -> str:
 
 
 def call_slurm(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command without the environment variables of a surrounding job, which would change what it submits."""
+    """Run a command without the SLURM_ variables of the current job, because sbatch would read options from them."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     if "SLURM_CONF" in os.environ:
         environment["SLURM_CONF"] = os.environ["SLURM_CONF"]

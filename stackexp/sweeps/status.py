@@ -39,7 +39,7 @@ class ChangePrinter:
 
 
 def read_statuses(sweep: Sweep) -> list[Status]:
-    """Return the status of each trial. For a running trial, `cause` says where it runs."""
+    """Return the status of each trial. For a running trial, `cause` is where it runs."""
     statuses = [read_status(trial, sweep.config.objective) for trial in sweep.trials]
     claims = {status.trial: read_claim(status.trial) for status in statuses if status.state == State.RUNNING}
     return [dataclasses.replace(s, cause=str(claims.get(s.trial) or s.cause)) for s in statuses]

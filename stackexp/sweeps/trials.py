@@ -170,7 +170,7 @@ def read_tail(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Claim:
-    """The host and Slurm job ("" without Slurm) of a running trial, its process (None for an instant) and devices."""
+    """The host, Slurm job ("" without Slurm), process (None until it has started) and devices of a running trial."""
 
     host: str
     job: str
@@ -249,8 +249,8 @@ def count_failures(trial: Trial) -> int:
     return failure["attempts"] - failure["forgiven"] if failure else 0
 
 
-def forgive_failures(trial: Trial) -> None:
-    """Let a failed trial be tried again, unless a worker runs it."""
+def reset_retries(trial: Trial) -> None:
+    """Count the retries of a failed trial from 0 again, unless a worker runs it."""
     if count_failures(trial) and (lock := try_lock(trial.claim)):
         with lock:
             failure = read_failure(trial)

@@ -1,9 +1,9 @@
-"""The worker of a sweep: claim a trial, run `fit --run FOLDER`, record its end, and repeat until none is left.
+"""The worker of a sweep: claim a trial, run `fit --run FOLDER`, record how it ended, and repeat until none is left.
 
-Any number of workers may work on one sweep, on any machines, and any of them may be killed. A worker claims a trial by
-a lock on `.claim` in the trial's folder. The trial's process inherits the lock, so a trial whose worker was killed
-remains claimed until it ends. Claims are made one at a time, under a lock of the sweep's folder, so that workers share
-GPUs and draw different trials of a search. All other state is read from the run folders.
+Any number of workers may run one sweep, on any machines, and any of them may be killed. A worker claims a trial by
+locking the file `.claim` in the trial's folder. The trial's process inherits the lock, so a trial whose worker was
+killed remains claimed until it ends. Workers claim one at a time, under a lock in the sweep's folder. So they never
+reserve the same GPU, and never draw the same trial of a search. All other state is read from the run folders.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ from stackexp.sweeps.trials import (
     Claim,
     Trial,
     count_failures,
-    forgive_failures,
     read_claim,
     read_failure,
     record_failure,
+    reset_retries,
     write_claim,
 )
 
@@ -42,7 +42,7 @@ STOP = "stop"
 """A worker stops if this file is in the sweep's folder."""
 POLL_SECONDS = 0.5
 RECHECK_SECONDS = 5
-"""Pause before a worker looks again for a trial that it can claim."""
+"""Pause before a worker checks again for a trial that it can claim."""
 GRACE_SECONDS = 120
 """Time for trials to save before they are killed."""
 STOP_SECONDS = 180
@@ -56,7 +56,7 @@ class Machine:
     """
 
     def __init__(self, sweep: Sweep, trials: list[Trial], max_parallel: int | None) -> None:
-        self.place = socket.gethostname(), slurm.get_job()
+        self.location = socket.gethostname(), slurm.get_job()
         self.max_parallel, self.trials_per_gpu = max_parallel, sweep.config.resources.trials_per_gpu
         self.gpus = [] if all(trial.config.trainer.accelerator == "cpu" for trial in trials) else find_gpus()
         self.cores = int(os.environ.get("SLURM_CPUS_ON_NODE", 0)) or len(os.sched_getaffinity(0))
@@ -71,7 +71,7 @@ class Machine:
         nodes, devices = trial.shape
         advice = "use --launcher slurm"
         if nodes > slurm.get_shape()[0]:
-            raise ConfigError(f"{trial.name}: needs {nodes} nodes, this is one; {advice}")
+            raise ConfigError(f"{trial.name}: needs {nodes} nodes, this machine is one; {advice}")
         if nodes == 1 and devices > len(self.gpus) and (self.gpus or trial.config.trainer.accelerator == "cuda"):
             raise ConfigError(f"{trial.name}: needs {devices} GPUs, this machine has {len(self.gpus)}; {advice}")
         if devices > 1 and self.trials_per_gpu > 1:
@@ -79,11 +79,11 @@ class Machine:
         return devices
 
     def reserve(self, trial: Trial, claims: list[Claim]) -> list[str] | None:
-        """Return the GPUs for a trial, the emptiest first; None if there is no room now.
+        """Return the GPUs for a trial, the least used first; None if the trial does not fit now.
 
-        `claims` are those of the whole sweep. Trials of killed workers and of other workers on this machine count.
+        `claims` are those of the whole sweep. Those of killed workers and of other workers on this machine also count.
         """
-        here = [claim for claim in claims if (claim.host, claim.job) == self.place]
+        here = [claim for claim in claims if (claim.host, claim.job) == self.location]
         nodes, devices = trial.shape
         if here and (len(here) >= (self.max_parallel or len(claims) + 1) or nodes > 1):
             return None
@@ -126,7 +126,7 @@ class Worker:
         self._study = Study(sweep) if sweep.config.search else None
         self._machine = Machine(sweep, [sweep.base_trial] if self._study else self._find_trials(), max_parallel)
         self._running: dict[Trial, tuple[subprocess.Popen, IO[str]]] = {}  # processes and claims
-        self._seen: dict[Trial, None] = {}  # trials that ran here, in order
+        self._started: dict[Trial, None] = {}  # trials that this worker has started, in order
         self._recheck_at = 0.0
         self._signal = 0
 
@@ -157,13 +157,13 @@ class Worker:
             )
 
     def _list_watched(self) -> list[Trial]:
-        """Return the trials whose changes are printed: all, in a Slurm job those that ran here."""
-        return list(self._seen) if self._is_job else self._sweep.trials
+        """Return the trials whose changes are printed: all trials, or in a Slurm job those of this worker."""
+        return list(self._started) if self._is_job else self._sweep.trials
 
     # Start
 
     def _start_trials(self) -> bool:
-        """Claim and start trials while there is room. Return True if no trial is left for this worker."""
+        """Claim and start trials while devices are free. Return True if no trial is left for this worker."""
         if time.monotonic() < self._recheck_at:
             return False
         lock = try_lock(self._sweep.folder / ".claims.lock")
@@ -177,12 +177,12 @@ class Worker:
                 if not self._start_next([trial for trial in missing if trial not in claims], list(claims.values())):
                     break
         self._recheck_at = time.monotonic() + RECHECK_SECONDS
-        if self._is_job:  # other workers see to their trials; one of this job may outlive its worker
+        if self._is_job:  # other jobs run their own trials; one of this job may outlive its worker
             missing = [trial for trial in missing if trial not in claims or claims[trial].job == slurm.get_job()]
         return not missing and (self._study is None or self._study.is_complete())
 
     def _find_trials(self) -> list[Trial]:
-        """Return the trials of the sweep, in a Slurm job those of its shape."""
+        """Return the trials of the sweep, or in a Slurm job those of its shape."""
         trials = self._sweep.trials
         return [trial for trial in trials if trial.shape == slurm.get_shape()] if self._is_job else trials
 
@@ -191,7 +191,7 @@ class Worker:
         return trial.is_settled or (trial not in self._running and count_failures(trial) > self._retries)
 
     def _start_next(self, unclaimed: list[Trial], claims: list[Claim]) -> bool:
-        """Start the first unclaimed trial for which there is room, or a new one of a search. Return True if it ran."""
+        """Start the first unclaimed trial that fits, or a new trial of a search. Return True if one was started."""
         for trial in unclaimed:
             gpus = self._machine.reserve(trial, claims)
             if gpus is not None and not trial.folder.is_running and self._start(trial, gpus):
@@ -211,7 +211,7 @@ class Worker:
         if trial.is_settled:
             lock.close()
             return False
-        claim = Claim(*self._machine.place, pid=None, devices=trial.shape[1], gpus=gpus)
+        claim = Claim(*self._machine.location, pid=None, devices=trial.shape[1], gpus=gpus)
         write_claim(lock, claim)
         write_atomically(trial.folder.config, to_yaml(trial.config))
         if failure := read_failure(trial):
@@ -233,22 +233,22 @@ class Worker:
             )
         write_claim(lock, dataclasses.replace(claim, pid=process.pid))
         self._running[trial] = process, lock
-        self._seen[trial] = None
+        self._started[trial] = None
         return True
 
     # End
 
     def _collect_ended(self) -> None:
-        """Record the failures among the trials that have ended, and release their claims.
+        """Release the claims of the trials that have ended, and record which of them failed.
 
-        A trial that ends while the worker stops has not failed: SIGTERM kills it before it handles signals, and it
-        loses its other processes with a node.
+        A trial that ends while the worker stops has not failed. SIGTERM may have killed it before its signal handlers
+        were installed, or a node may have failed.
         """
         for trial, (process, lock) in list(self._running.items()):
             code = process.poll()
             if code is None:
                 continue
-            if code < 0:  # the trial's other processes have lost the first one
+            if code < 0:  # a signal killed the trial's first process; the others would wait for it
                 _kill_group(process.pid)
             is_stop = code == StoppedError.exit_code or self._signal != 0 or is_stop_requested(self._sweep.folder)
             if code and trial.shape[0] > 1 and not is_stop and not slurm.are_nodes_alive():
@@ -262,16 +262,16 @@ class Worker:
             self._recheck_at = 0.0
 
     def _prune(self) -> None:
-        """End the trials that the search gives up."""
+        """Stop the trials that the search has pruned."""
         for trial in self._study.find_pruned(list(self._running)) if self._study else []:
             self._send_stop(trial)
 
     def _send_stop(self, trial: Trial) -> None:
-        """Let a running trial save and exit. srun passes SIGUSR1 on, but SIGTERM ends it."""
+        """Request a running trial to save and exit. srun forwards SIGUSR1 to the trial, but SIGTERM would end srun."""
         self._running[trial][0].send_signal(signal.SIGUSR1 if trial.shape[0] > 1 else signal.SIGTERM)
 
     def _stop(self) -> None:
-        """Pass the signal on to the running trials and wait until they have saved; requeue this job if need be.
+        """Stop the running trials, wait until they have saved, and requeue a Slurm job that received a signal.
 
         Raises StoppedError or KeyboardInterrupt.
         """
@@ -297,7 +297,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _catch_signals(self) -> Iterator[None]:
-        """Record SIGINT, SIGTERM and SIGUSR1 for the next round. A second SIGINT ends the worker, not its trials."""
+        """Record SIGINT, SIGTERM and SIGUSR1 for the main loop. A second SIGINT ends the worker, not its trials."""
 
         def note(number: int, _: Any) -> None:
             self._signal = number
@@ -340,7 +340,7 @@ def run_sweep(
     write_atomically(sweep.folder / COPY, sweep.to_yaml())
     (sweep.folder / STOP).unlink(missing_ok=True)
     for trial in sweep.trials:
-        forgive_failures(trial)
+        reset_retries(trial)
     print(f"sweep folder  {sweep.folder}", flush=True)
     if worker:
         worker.run()
@@ -379,7 +379,7 @@ def has_worker(folder: Path) -> bool:
 
 
 def is_stop_requested(folder: Path) -> bool:
-    """Return True after `sweep stop`, until the next `sweep run`. NFS shows a new file only to a listing."""
+    """Return True between `sweep stop` and the next `sweep run`. On NFS, only a listing finds a new file at once."""
     return STOP in os.listdir(folder)
 
 
@@ -396,7 +396,7 @@ def stop_sweep(sweep: Sweep) -> None:
     deadline, signaled = time.monotonic() + STOP_SECONDS, set()
     while True:
         (folder / STOP).touch()  # again, because a `sweep run` that has just started deletes it
-        slurm.cancel_waiting(sweep)
+        slurm.cancel_pending(sweep)
         claims = {trial: claim for trial in sweep.trials if (claim := read_claim(trial))}
         for claim in claims.values():
             if claim.host == socket.gethostname() and not claim.job and claim.pid and claim.pid not in signaled:
@@ -406,5 +406,5 @@ def stop_sweep(sweep: Sweep) -> None:
         if not (claims or has_worker(folder) or slurm.find_jobs(sweep)):
             return
         if time.monotonic() > deadline:
-            raise RunError(f"{folder}: a worker is still running after {STOP_SECONDS} s; see `sweep status`")
+            raise RunError(f"{folder}: a worker still runs after {STOP_SECONDS} s; run `sweep status` to see where")
         time.sleep(POLL_SECONDS)
