@@ -245,4 +245,4 @@ def test_too_little_shared_memory_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(node_storage.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     build_loader(config)
     with pytest.raises(RunError, match=r"or set data.num_workers=0$"):
-        node_storage.check_space(10, 8, 10**9)
+        node_storage.check_shared_memory(10, 8, 10**9)

@@ -56,7 +56,7 @@ def test_unreadable_files_and_folders_are_refused(tmp_path, monkeypatch):
 
 
 def test_a_text_file_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "PART_CHARACTERS", 50)
+    monkeypatch.setattr(readers, "PIECE_CHARACTERS", 50)
     text = "a line of it\r\nand more of 東京, " * 30 + "\n"
     (tmp_path / "a.txt").write_bytes(text.encode())
     pieces = list(readers.read_pieces(find_sources(tmp_path)[0]))
@@ -78,7 +78,7 @@ def test_text_in_utf16_is_a_bad_line(tmp_path, encoding):
 )
 def test_lines_above_the_limit_are_bad_lines(tmp_path, monkeypatch, name, compress):
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 100)
-    monkeypatch.setattr(readers, "PART_CHARACTERS", 30)
+    monkeypatch.setattr(readers, "PIECE_CHARACTERS", 30)
     empty = len(json.dumps({"text": ""}))
     good, longest, long = (json.dumps({"text": "x" * n}).encode() for n in (5, 100 - empty - 1, 300))
     (tmp_path / name).write_bytes(compress(b"\n".join([good, long, longest, b" ", long, good])))

@@ -108,7 +108,7 @@ def test_document_that_cannot_be_cut_is_refused_above_the_limit(monkeypatch, tra
     monkeypatch.setattr(tok, "PIECE_CHARACTERS", 100)
     monkeypatch.setattr(tok, "MAX_PIECE_CHARACTERS", 1000)
     assert sum(len(block.ids) for block in tok.tokenize_pieces([Piece("東" * 900, True)], trained))
-    with pytest.raises(RunError, match=r"the document .* characters that this tokenizer cannot encode in parts; split"):
+    with pytest.raises(RunError, match=r"the document .* characters that .* cannot encode in pieces; split"):
         list(tok.tokenize_pieces([Piece("東" * 2000, True)], trained))
 
 

@@ -19,7 +19,7 @@ FILTER = re.compile(r"\s*([^=!<>]*[^=!<>\s])\s*(==|!=|>=|<=|>|<)\s*([^=!<>\s].*?
 
 @dataclass(frozen=True)
 class Filter:
-    """A condition on a column, such as int_score>=3. Documents that do not fulfill it are left out."""
+    """A condition on a column, such as int_score>=3. Documents that do not satisfy it are left out."""
 
     column: str  # a.b is the field b of the column a
     comparison: str
@@ -30,7 +30,7 @@ class Filter:
         return f"{self.column}{self.comparison}" + (self.value if is_plain else f'"{self.value}"')
 
     def parse_number(self, kind: type) -> Any:
-        """Return the value as a number to compare with numbers of this kind, None if it is none."""
+        """Return the value as a number to compare with numbers of this kind, or None if it is not a number."""
         for number in {int: (int, float), Decimal: (Decimal,)}.get(kind, (float,)):
             try:
                 return number(self.value)
@@ -39,7 +39,7 @@ class Filter:
         return None
 
     def accepts(self, value: Any) -> bool:
-        """Return True if a number or a text fulfills the condition; None and NaN never do.
+        """Return True if a number or a string satisfies the condition; None and NaN never do.
 
         Raises ValueError with the reason if the value cannot be compared.
         """
@@ -58,7 +58,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that are read: the document's text, and those of the filters, which must all be fulfilled."""
+    """The columns that are read: the document's text, and those of the filters, which must all be satisfied."""
 
     text: str = "text"
     filters: tuple[Filter, ...] = ()

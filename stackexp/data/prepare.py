@@ -205,7 +205,7 @@ def prepare(
 
 
 def _delete_units(folder: Path, keep: set[str]) -> None:
-    """Delete units of files that have changed, and what killed processes have left. No part may be running."""
+    """Delete units whose files have changed, and partial units of killed processes. No part may be running."""
     for path in [*folder.glob("unit.*"), *folder.glob(".unit.*")]:
         if path.name not in keep:
             shutil.rmtree(path)

@@ -1,6 +1,6 @@
 """Read documents: one per text file, per line of a JSON Lines file, or per row of a parquet file.
 
-Text files of any size are read in parts. A JSON line is read into memory completely, up to MAX_LINE_BYTES, and a
+Text files of any size are read in pieces. A JSON line is read into memory completely, up to MAX_LINE_BYTES, and a
 parquet file in batches of rows, so that memory does not grow with its row groups.
 """
 
@@ -23,7 +23,7 @@ from stackexp.errors import RunError, first_line, suggest_name
 if TYPE_CHECKING:
     import pyarrow as pa
 
-PART_CHARACTERS = 1 << 18  # read at a time from a text file
+PIECE_CHARACTERS = 1 << 18  # read at a time from a text file
 MAX_LINE_BYTES = 1 << 28  # decompressed
 ZSTD_READ_BYTES = 1 << 10  # one byte can decompress to 256 KiB
 ROUNDED_KINDS = {"halffloat": "float16", "float": "float32"}  # pyarrow's and numpy's names
@@ -47,7 +47,7 @@ class TokenBlock(NamedTuple):
 
 
 class FilteredOut(NamedTuple):
-    """A document that does not fulfill the filters."""
+    """A document that does not match the filters."""
 
 
 class BadLine(NamedTuple):
@@ -99,8 +99,8 @@ def _read_text(source: Source, raw: BinaryIO) -> Iterator[Piece | BadLine]:
     elif source.size:
         raw.seek(0)
         text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
-        part = text.read(PART_CHARACTERS)
-        while following := text.read(PART_CHARACTERS):
+        part = text.read(PIECE_CHARACTERS)
+        while following := text.read(PIECE_CHARACTERS):
             yield Piece(part, False)
             part = following
         yield Piece(part, True)
@@ -112,7 +112,7 @@ def _find_invalid_line(source: Source, raw: BinaryIO) -> BadLine | None:
     decoder = codecs.getincrementaldecoder("utf-8")()
     line = 1
     while True:
-        chunk = raw.read(PART_CHARACTERS)
+        chunk = raw.read(PIECE_CHARACTERS)
         try:
             decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as e:
@@ -189,7 +189,7 @@ def _parse_line(line: bytes, columns: Columns) -> str | None:
 def _skip_line(line: bytes, file: BinaryIO) -> None:
     """Read to the end of a line that starts with `line`."""
     while line and not line.endswith(b"\n"):
-        line = file.readline(PART_CHARACTERS)
+        line = file.readline(PIECE_CHARACTERS)
 
 
 def _decompress(name: str, raw: BinaryIO) -> BinaryIO:

@@ -40,7 +40,7 @@ class Corpus:
     sequences: int
     dropped_tokens: int  # too few at the end to fill a sequence
     bad_lines: int
-    filtered_documents: int = 0  # do not fulfill the filters
+    filtered_documents: int = 0  # do not satisfy the filters
     sources: list[str] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
 

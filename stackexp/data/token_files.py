@@ -1,6 +1,6 @@
 """Files of token ids: raw little-endian numbers without a header, as OLMo writes them, real .npy files, or llm.c's.
 
-`TokenFile.read_blocks` is the one reader of ids for preparation, retokenization, evaluation and fetching.
+Preparation, retokenization, evaluation and fetching all read ids through `TokenFile.read_blocks`.
 
 A file that stackexp wrote or fetched has a record next to it, `<file>.json`. The record is written last, so its
 presence means that the file is complete and was checked.
@@ -29,7 +29,7 @@ BLOCK_TOKENS = 1 << 20
 # llm.c writes 256 int32 (magic number, version, number of ids, ...), then the ids.
 LLM_C_TYPES = {20240520: "<u2", 20240801: "<u4"}
 LLM_C_HEADER_BYTES = 1024
-# A raw file has ids of 4 bytes if the upper halves are below TINY, but not the lower ones.
+# Raw ids seem to be uint32 if every second uint16 is below TINY, but many of the others are not.
 TYPE_SAMPLE, MIN_TYPE_SAMPLE, TINY = 1 << 20, 8, 32
 
 
@@ -76,8 +76,8 @@ class TokenFile:
     The type is that of the header of a real .npy or of llm.c, or `dtype`. Raw files without a header and without
     `dtype` are uint16. Messages call the file `name` (default: its path).
 
-    Raises RunError if the file is missing, empty or cut short, its length differs from its record, or its type is
-    unknown: a raw file without a record of a vocabulary of more than 65,536 ids, or one that looks like 4 bytes per id.
+    Raises RunError if the file is missing, empty or cut short, if its length differs from its record, or if its type is
+    unknown: a raw file without a record, whose ids seem to have 4 bytes or whose vocabulary needs them.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ def check_ids(ids: np.ndarray, vocab_size: int, name: object, position: int, adv
 
 
 def _looks_like_uint32(words: np.ndarray) -> bool:
-    """Return True if uint16 words [N] are rather the halves of uint32 ids: low, high, low, high ..."""
+    """Return True if uint16 words [N] seem to be the halves of uint32 ids: low, high, low, high ..."""
     sample = np.asarray(words[: TYPE_SAMPLE - TYPE_SAMPLE % 2])
     low, high = sample[0::2], sample[1::2]
     if len(high) < MIN_TYPE_SAMPLE:
@@ -217,7 +217,7 @@ def find_end_of_text(tokens: np.ndarray) -> int | None:
 def publish(temporary: Path, path: Path, record: FileRecord) -> None:
     """Rename the finished file `temporary` to the token file `path`, then write its record.
 
-    Deletes what a killed process left of the record; no other process may write it at the same time.
+    Deletes partial records of killed processes, so no other process may write the record at the same time.
     """
     old = get_record_path(path)
     for outdated in [old, *old.parent.glob(f".{glob.escape(old.name)}.*")]:

@@ -22,10 +22,10 @@ END_OF_TEXT = "<|endoftext|>"
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # names in common tokenizers
 BATCH_PIECES, BATCH_CHARACTERS = 1024, 1 << 21  # limits of one tokenizer call
 PIECE_CHARACTERS = 1 << 18  # longer documents are encoded in pieces where that does not change their ids
-CONTEXT_CHARACTERS = 1 << 10  # on both sides of a cut, on which it is tried
-CUTS = re.compile(r"(?<=\w)(?=[ \n]\w)")  # candidates: before a space or a line feed between words
+CONTEXT_CHARACTERS = 1 << 10  # on each side of a cut; `_find_cut` encodes only these
+CUTS = re.compile(r"(?<=\w)(?=[ \n]\w)")  # candidates for cuts: before a space or a line feed between words
 MAX_PIECE_CHARACTERS = 1 << 26
-TRAINING_WORD_CHARACTERS = 1000  # longer words, in text without spaces, take time that grows as their square
+TRAINING_WORD_CHARACTERS = 1000  # quadratic time for longer words, in text without spaces
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -60,7 +60,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def _mark_end_of_text_special(tokenizer: Tokenizer) -> Tokenizer:
-    """Mark end-of-text as special if it is an added token; otherwise text that merely spells it ends documents."""
+    """Mark end-of-text as special if it is an added token. Otherwise "<|endoftext|>" in a text would end a document."""
     spec, end = json.loads(tokenizer.to_str()), get_end_of_text_id(tokenizer)
     token = next((token for token in spec["added_tokens"] if token["id"] == end), None)
     if token is None or token["special"]:
@@ -153,10 +153,10 @@ SAMPLE_TEXTS = (
 
 
 def has_exact_bytes(tokenizer: Tokenizer) -> bool:
-    """Return True if the bytes of the tokens of a text add up to its size, checked on texts of several scripts.
+    """Return True if the byte counts of a text's tokens add up to its size, checked on texts of several scripts.
 
-    They do not where the tokenizer changes the text, adds a space, has no token for a character, or marks the inside
-    of a word.
+    They do not if the tokenizer normalizes the text, adds a space, has no token for a character, or marks tokens within
+    a word.
     """
     table = count_token_bytes(tokenizer)
     encodings = tokenizer.encode_batch(SAMPLE_TEXTS, add_special_tokens=False)
@@ -165,10 +165,10 @@ def has_exact_bytes(tokenizer: Tokenizer) -> bool:
 
 
 def decodes_exactly(tokenizer: Tokenizer, ids: np.ndarray) -> bool:
-    """Return True if the bytes of token ids [N] add up to the size of the text that they decode to.
+    """Return True if the byte counts of token ids [N] add up to the size of the decoded text.
 
-    Checks the first CHECKED_TOKENS, and of each document the beginning. Those with parts of a character are not
-    compared; False if all have some.
+    Only the start of each document within the first CHECKED_TOKENS is checked. Documents that decode to an incomplete
+    character are skipped; the result is False if all are.
     """
     ids, end = np.asarray(ids[:CHECKED_TOKENS]), get_end_of_text_id(tokenizer)
     table = count_token_bytes(tokenizer, max(get_vocab_size(tokenizer), int(ids.max()) + 1))
@@ -201,7 +201,7 @@ def tokenize_pieces(pieces: Iterable[Piece | TokenBlock], tokenizer: Tokenizer) 
 
 
 def _cut_documents(pieces: Iterable[Piece | TokenBlock], tokenizer: Tokenizer) -> Iterator[Piece | TokenBlock]:
-    """Yield documents in the longest pieces that can be encoded apart, one in each PIECE_CHARACTERS if possible."""
+    """Yield documents in pieces of about PIECE_CHARACTERS, cut only where that does not change the ids."""
     text, searched = "", 0  # the rest of the document, and the length that has been searched for cuts
     for piece in pieces:
         if isinstance(piece, TokenBlock):
@@ -216,7 +216,7 @@ def _cut_documents(pieces: Iterable[Piece | TokenBlock], tokenizer: Tokenizer) -
             elif searched - begin >= MAX_PIECE_CHARACTERS:
                 raise RunError(
                     f"the document {text[:60]!r}... has {searched - begin:,} characters that this tokenizer cannot "
-                    "encode in parts; split the document"
+                    "encode in pieces; split the document"
                 )
         text, searched = text[begin:], searched - begin
         if piece.ends_document:
@@ -227,10 +227,11 @@ def _cut_documents(pieces: Iterable[Piece | TokenBlock], tokenizer: Tokenizer) -
 
 
 def _find_cut(text: str, begin: int, end: int, tokenizer: Tokenizer) -> int | None:
-    """Return the last of four candidates before `end` where a text can be cut without another id, or None.
+    """Return the last position before `end` where cutting a text does not change its ids, or None.
 
-    At a cut, the pre-tokenizer must split, and both sides must have the ids that they have together. Both are tried on
-    CONTEXT_CHARACTERS around it. Tokenizers that change the beginning of each text, such as Llama 2's, have no cuts.
+    Tries the last four candidates. At a cut, the pre-tokenizer must split, and both sides encoded separately must have
+    the ids that they have together. Only CONTEXT_CHARACTERS on each side are encoded. Tokenizers that change the
+    beginning of each text, such as Llama 2's, have no cuts.
     """
     for match in reversed(list(CUTS.finditer(text, max(begin, end - 4 * CONTEXT_CHARACTERS), end))[-4:]):
         cut = match.start()

@@ -1,8 +1,8 @@
 """Units of work: the folders `unit.<hash of the file names>` from which a prepared set is merged.
 
-A unit holds the sequences of its documents as MDS shards with an index.json, and in unit.json its counts and its last
-tokens, which do not fill a sequence. The merge packs the last tokens of all units together. A unit folder is renamed
-when it is complete, so a unit that exists is done.
+A unit holds the sequences of its documents as MDS shards with an index.json. Its unit.json has its counts and its tail:
+the last tokens, which do not fill a sequence. The merge packs the tails of all units together. A unit folder gets its
+final name when it is complete, so a unit that exists is complete.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from stackexp.files import read_json, sync_file, sync_folder, write_atomically, 
 
 BAD_LINES = "bad_lines.log"  # lines "file:line: reason", in each unit and in the merged set
 RECORD = "unit.json"
-TAILS = "tails"  # folder of the sequences packed from the last tokens of the units
+TAILS = "tails"  # folder of the sequences packed from the tails of the units
 
 
 @dataclass
@@ -130,8 +130,8 @@ def merge_units(
 ) -> Corpus:
     """Merge the units `names` in `folder` into one prepared set.
 
-    corpus.json is written last: its presence marks the set as complete. The last tokens of all units are packed
-    together; those that do not fill a sequence are dropped. Raises RunError if there is less than one sequence, or if a
+    corpus.json is written last: its presence marks the set as complete. The tails of all units are packed together;
+    tokens that do not fill a sequence are dropped. Raises RunError if there is less than one sequence, or if a
     unit was made with another tokenizer.
     """
     units = [read_unit(folder / name) for name in names]
@@ -172,7 +172,7 @@ def merge_units(
 
 
 def _explain_empty(corpus: Corpus, log: Path) -> str:
-    """Return why a set has no sequence."""
+    """Return why a set has no sequence, and what to do."""
     if corpus.bad_lines and not corpus.documents:
         with open(log, encoding="utf-8") as file:
             first = file.readline().rstrip()

@@ -1,9 +1,9 @@
 """Storage of the training data on a node: cache folders of remote sets, and shared memory.
 
-Both may outlive a killed run. A cache folder is reused by the next run; shared memory is removed by the next run of the
-same user. mosaicml-streaming names its segments in /dev/shm and its lock files in the temporary folder `<prefix>_...`,
-where the prefix is a random number for each run. Every process of a run holds a shared lock on the owner file of its
-prefix. If no process holds it, the run is dead.
+Both may outlive a killed run. The next run reuses a cache folder; the next run of the same user removes shared memory.
+mosaicml-streaming names its segments in /dev/shm and its lock files in the temporary folder `<prefix>_...`, where the
+prefix is a random number for each run. Every process of a run holds a shared lock on the owner file of its prefix. If
+no process holds it, the run has ended.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class SourceError(RunError):
 
 
 def explain_failure(url: str, error: Exception) -> SourceError:
-    """Return the error of one line for a file that could not be downloaded from `url`."""
+    """Return a one-line error for a file that could not be downloaded from `url`."""
     if isinstance(error, OSError) and error.errno and not str(error.filename).startswith(url):
         reason = f"{error.filename or 'the cache'}: {error.strerror}"
         return SourceError(f"{reason}; free space, or name another cache with data.path or STACKEXP_CACHE")
@@ -80,7 +80,7 @@ class CacheFolder:
             self._download(name, timeout, attempts)
 
     def close(self) -> None:
-        """Release the folder for other runs."""
+        """Release the lock, so that other runs can use the folder."""
         self._lock.close()
 
     def _try_lock(self) -> IO[str] | None:
@@ -168,21 +168,21 @@ WORKER_SOCKET = "/pymp-12345678/listener-12345678"  # a path of Python's multipr
 _owned = ExitStack()
 
 
-def claim_prefix(prefix: str) -> None:
-    """Mark the shared memory of `prefix` as used, until this process ends.
+def lock_prefix(prefix: str) -> None:
+    """Lock the owner file of `prefix` until this process ends, which marks its shared memory as used.
 
     The owner file is in the folder of the segments, because another run may have another temporary folder. It holds
     the path of the temporary folder with the lock files.
     """
     while (owner := try_lock(_owner_file(prefix), shared=True)) is None:
-        time.sleep(0.01)  # another run checks if this one lives
+        time.sleep(0.01)  # another run holds the lock while it checks it
     _owned.enter_context(owner)
-    owner.write(f"{tempfile.gettempdir()}\n")  # by every process of the run
+    owner.write(f"{tempfile.gettempdir()}\n")  # every process writes the same line
     owner.flush()
 
 
-def remove_remains() -> None:
-    """Delete shared memory and lock files of dead runs of this user."""
+def remove_stale_storage() -> None:
+    """Delete shared memory and lock files of this user's runs that have ended."""
     for path in _owner_file("*").parent.glob(_owner_file("*").name):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_uid == os.geteuid() and not is_locked(path, count_shared=True):
@@ -200,7 +200,7 @@ def remove_prefix(prefix: str) -> None:
         owner.unlink()
 
 
-def check_space(samples: int, loaders: int, batch_bytes: int) -> None:
+def check_shared_memory(samples: int, loaders: int, batch_bytes: int) -> None:
     """Raise RunError if shared memory is too small, because the kernel would later kill the run with SIGBUS.
 
     Args:

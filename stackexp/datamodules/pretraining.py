@@ -272,7 +272,7 @@ class TrainingSet:
         A single source uses the library's shuffle py1e, which spreads downloads over time. It places large shards late,
         so mixtures use py1br, which keeps the proportions at any time.
         """
-        from stackexp.datamodules.node_storage import check_space, check_temporary_folder
+        from stackexp.datamodules.node_storage import check_shared_memory, check_temporary_folder
         from stackexp.datamodules.token_stream import TokenLoader, TokenSource, TokenStream, collate, set_world
 
         config, options = self.config, self._options
@@ -283,7 +283,7 @@ class TrainingSet:
         batch_bytes = config.micro_batch_size * config.context_length * 8 * (2 if config.document_mask else 1)
         samples = sum(source.sequences for source in self.sources)
         check_temporary_folder(config.num_workers)
-        check_space(samples, trainer.num_devices * config.num_workers, batch_bytes)
+        check_shared_memory(samples, trainer.num_devices * config.num_workers, batch_bytes)
         stream = TokenStream(
             sources,
             cache_limit=limit,

@@ -1,13 +1,13 @@
 """Prepared sets as a dataset of mosaicml-streaming, and the loader of training batches.
 
-The library determines the order of samples, restores the position on resume, downloads shards ahead and evicts them.
-This file adds through public hooks: a shard is used only if its hash matches index.json, shards of local sets are never
-evicted, an epoch never ends early because of a failed download, and the look-ahead fits the cache. Four private names
-of the library and of torch are also used:
+The library orders the samples, restores the position on resume, downloads shards ahead and evicts them. Through public
+hooks, this file adds: a shard is used only if its hash matches index.json; shards of local sets are never evicted; a
+failed download raises an error instead of ending the epoch early; the look-ahead fits the cache. It also uses four
+private names of the library and of torch:
 
 - `streaming.base.dataset.get_shm_prefix`: replaced while a dataset is constructed. It names shared memory and lock
   files by counting up to the first free number, so two runs that start together use the same one and crash, and
-  leftovers of a killed run may be mistaken for our own.
+  files of a killed run may be mistaken for those of this run.
 - `_executor`: set to daemon threads. Python waits at exit for the library's threads, which may be in a long download.
 - `_iterator`: its threads are stopped when an epoch is abandoned.
 - `DataLoader._get_iterator`: it starts the workers, which are killed with the loader if they do not exit.
@@ -48,7 +48,7 @@ from stackexp.datamodules.node_storage import SourceError, explain_failure
 from stackexp.errors import first_line
 
 LOOK_AHEAD_BATCHES = 8  # the library's default for `predownload`
-WORKER_EXIT_SECONDS = 5  # of a stopped worker; of a killed one, from its first closed socket to its exit
+WORKER_EXIT_SECONDS = 5  # for a stopped worker to exit; for a killed one, from its first closed socket to its exit
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
@@ -70,7 +70,7 @@ class TokenSource(Stream):
         return shards
 
     def set_up_local(self, shards: list[Reader], cache_usage_per_shard: np.ndarray) -> None:
-        """Delete all other files of a cache: those of an earlier version of the set, unfinished or damaged ones.
+        """Delete all files of the cache except intact shards of this set and the metadata.
 
         Shards of a local set take no space in the cache; `prepare_shard` verifies each before its first use.
         """
@@ -129,11 +129,11 @@ class TokenStream(StreamingDataset):
             SourceError: If the limit is too low. Reading samples raises it if a shard cannot be read.
         """
         self._failure: BaseException | None = None
-        self._prepared: set[int] = set()  # shards that the look-ahead of this process has reached
+        self._prepared: set[int] = set()  # shards that this process has verified
         prefix, is_first = _draw_prefix(), World.detect().is_local_leader
         if is_first:
-            node_storage.remove_remains()
-        node_storage.claim_prefix(f"{prefix:06}")
+            node_storage.remove_stale_storage()
+        node_storage.lock_prefix(f"{prefix:06}")
         if is_first:  # registered first, so called after the library's functions
             atexit.register(node_storage.remove_prefix, f"{prefix:06}")
         with _use_prefix(prefix):
@@ -145,9 +145,9 @@ class TokenStream(StreamingDataset):
                 self.evict_coldest_shard()
 
     def _limit_cache(self, limit: int, num_loaders: int) -> None:
-        """Set the look-ahead to as many samples as the cache can hold, if each is in another shard.
+        """Limit the look-ahead to the samples that fit the cache even if each is in a different shard.
 
-        A loader reads one shard, and downloads up to two at a time that the library does not count yet.
+        A loader reads one shard, and downloads up to two more, which the library does not count until they are there.
         """
         remote = [self.streams[source].remote is not None for source in self.stream_per_shard]
         sizes = [shard.get_raw_size() for shard, is_remote in zip(self.shards, remote, strict=True) if is_remote]
@@ -207,7 +207,7 @@ class TokenStream(StreamingDataset):
             raise self._failure
 
     def on_exception(self, future: Future) -> None:
-        """Keep the error of a look-ahead thread; the library only logs it."""
+        """Store the error of a look-ahead thread; the library only logs it."""
         self._failure = self._failure or future.exception()
         with contextlib.suppress(Exception):
             super().on_exception(future)
@@ -340,7 +340,7 @@ def _ignore_lost_connection(kind: type[BaseException], *failure: Any) -> None:
 
 
 def _exit_when_ready(events: list[Any]) -> None:
-    wait(events)  # nobody receives the message, so that every worker finds it
+    wait(events)  # the message is never received, so that every worker wakes up
     os._exit(0)
 
 

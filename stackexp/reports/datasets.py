@@ -251,7 +251,7 @@ def _inspect_prepared_set(inspection: Inspection, options: InspectOptions) -> No
 def _measure_documents(token_set: TokenSet, num_shards: int, end: int) -> DocumentLengths:
     """Return the lengths of the documents in the sequences.
 
-    The last document of each part of the set is cut in two: its end is among the last sequences.
+    The last document of each unit is counted as two, because its end is among the sequences of the tails.
     """
     lengths = DocumentLengths(end)
     for number in range(num_shards):
