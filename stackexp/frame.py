@@ -1,6 +1,6 @@
-"""All runs as one table: `load_runs` returns a pandas DataFrame with one row per run folder.
+"""The DataFrame of runs that `load_runs` returns: one row per run folder.
 
-Everything that lists or compares runs reads this table. Its columns, each empty where a run has no such value:
+Everything that lists or compares runs reads it. Its columns, empty (NaN) where a run has no value:
 
 path, arm                    the folder; its name without id, seed and hash, which all seeds of a trial share
 state, problem               finished, running, unfinished or damaged; why it is damaged
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Row = dict[str, Any]
-"""The values of a run: {column: value}, without the empty ones."""
+"""The values of a run without the empty ones: {column: value}."""
 STATES = ("finished", "running", "unfinished", "damaged")
 _EMPTY = object()
 SUMMARY = (
     *("path", "arm", "state", "problem", "step", "max_steps", "tokens", "train_loss", "best_loss"),
     *("bytes", "last_change", "platform"),
 )
-"""The columns that a table always has. Options, figures of result.json and scores follow."""
+"""The columns that the DataFrame always has. Options, values of result.json and scores follow."""
 OLMO_GROUPS = ("v2/", "v3/")
 SCORES = ("loss", "perplexity", "bits_per_byte")
 RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
@@ -54,7 +54,7 @@ SCORE_COLUMN = re.compile(r"(val|bigrams)/(.+)/([a-z_]+)")
 
 
 def load_runs(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
-    """Return a table of all runs at or below `paths`, sorted below each path.
+    """Return a DataFrame of all runs at or below `paths`, sorted below each path.
 
     A damaged run has the state "damaged", a problem, and the values that could be read. Raises RunError for a path that
     does not exist.
@@ -79,7 +79,7 @@ def _build_column(values: list[Any]) -> "pd.Series":
     dtype = "boolean" if kinds <= {bool, object} else "Int64" if kinds <= {int, object} else object
     if object in kinds:
         values = [math.nan if value is _EMPTY else value for value in values]
-    with contextlib.suppress(OverflowError):  # a number of 400 digits stays an object
+    with contextlib.suppress(OverflowError):  # an integer of 400 digits remains an object
         return pd.Series(values, dtype="float64" if kinds <= {float, int, object} and float in kinds else dtype)
     return pd.Series(values, dtype=object)
 
@@ -89,7 +89,7 @@ def _is_nan(value: Any) -> bool:
 
 
 def list_rows(frame: "pd.DataFrame") -> list[Row]:
-    """Return the rows of a table, without the empty cells. A null option is not empty, but None."""
+    """Return the rows of a DataFrame as dictionaries without empty values. A null option is not empty, but None."""
     import pandas as pd
 
     columns = {key: column.tolist() for key, column in frame.items()}
@@ -151,7 +151,7 @@ def name_arm(path: Path) -> str:
 
 
 def list_tests(folder: RunFolder) -> list[Path]:
-    """Return the files of `test` on the final checkpoint: test.json, and those of fewer lengths or strings."""
+    """Return the files of `test` on the final checkpoint: test.json, and those with fewer lengths or strings."""
     return [*folder.path.glob("test.json"), *sorted(folder.path.glob("test-to-*.json"))]
 
 
@@ -201,7 +201,7 @@ def _read_platform(folder: RunFolder, row: Row) -> Row:
 def _read_metrics(folder: RunFolder, row: Row) -> Row:
     """Read progress, the last training losses and the best validation loss, in bounded memory.
 
-    Only the lines with these figures are parsed. Of the other lines, only the last character is checked.
+    Only lines with these values are parsed. Other lines are only checked to be complete.
     """
     last, best = b"", math.inf
     recent: deque[bytes] = deque(maxlen=AVERAGED_STEPS)
@@ -229,7 +229,7 @@ def _read_metrics(folder: RunFolder, row: Row) -> Row:
 
 
 def _check_incomplete(path: Path, line: bytes) -> None:
-    """Raise RunError unless the line is blank, or the last one, which a kill has cut off."""
+    """Raise RunError unless the line is blank, or is the last one and was cut off by a kill."""
     if line.endswith(b"\n") and line.strip():
         _parse_metrics(path, line)
 
@@ -249,15 +249,15 @@ def _parse_metrics(path: Path, line: bytes) -> dict[str, Any]:
 
 
 def _drop_null(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are known: a figure that is not finite is null in a file."""
+    """Return the values that are not null. Files have null for values that are not finite."""
     return {key: value for key, value in values.items() if value is not None}
 
 
-# Final figures in result.json and validate.json
+# Final scores in result.json and validate.json
 
 
 def _read_result(folder: RunFolder, row: Row) -> Row:
-    """Read the figures of a finished run and the later validations of its last weights."""
+    """Read the values of result.json, and the scores of later validations of the final weights."""
     if not folder.is_finished:
         return {}
     contents = folder.read_result().to_dict()
@@ -276,15 +276,17 @@ def _read_result(folder: RunFolder, row: Row) -> Row:
     progress = {"step": contents.get("steps"), "train_loss": training.get("last_20_steps")}
     final = columns.get("val/average/loss", contents.get("validation_loss"))
     if final is not None and ("best_loss" not in row or row.get("data.eval_sequences") is None):
-        progress["best_loss"] = min(final, row.get("best_loss", math.inf))  # not compared with losses on samples
+        progress["best_loss"] = min(
+            final, row.get("best_loss", math.inf)
+        )  # a loss on whole sets is not comparable with losses on samples
     return _drop_null(rest | {"train_loss_first": training.get("first")} | progress) | columns
 
 
 def _merge_sets(folder: RunFolder, row: Row, result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the scores of the last weights by set.
+    """Return the scores of the final weights by set.
 
-    Of a later validation, sets outside V2 and V3 count only if the run has none of its own: otherwise they would
-    change its average. Sets without a finite loss, of a run that diverged, are left out.
+    Sets of a later validation, except V2 and V3, are included only if the run itself has none, because they would
+    change its average. Sets without a finite loss are left out; the run has diverged.
     """
     own = result.get("sets", {})
     later: dict[str, dict[str, Any]] = {}

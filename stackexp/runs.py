@@ -7,7 +7,7 @@ environment.json   commit, versions, hardware, command and tokenizer hash of eac
 metrics.jsonl      one line per optimizer step (`step`, `tokens`, TensorBoard tags), and one per validation
 events.out.*       TensorBoard's copy of the metrics
 tokenizer.json     the tokenizer of the training data
-checkpoints/       <step>/ with manifest.json and validation.json, see the end of this file; and `models.checkpoints`
+checkpoints/       <step>/ with manifest.json and validation.json, see the end of this file and `models.checkpoints`
 result.json        written last, atomically; if it exists, the run is finished
 """
 
@@ -98,7 +98,7 @@ class RunFolder:
 
     def write_result(self, result: RunResult) -> None:
         """Write result.json, which marks the run as finished."""
-        write_json(self.result, _seal(result.to_dict()))
+        write_json(self.result, _add_hash(result.to_dict()))
 
     def read_sessions(self) -> list[dict[str, Any]]:
         """Read environment.json: commit, versions, hardware and command of each session. Raises RunError for damage."""
@@ -118,11 +118,11 @@ class RunFolder:
     def best_checkpoint(self) -> Path | None:
         """Return the validated checkpoint with the lowest mean validation loss, or None.
 
-        Among checkpoints with an accuracy of 1, the latest is the best. Each checkpoint has the scores of its own
-        validation. Those of earlier versions have none; their losses are read from metrics.jsonl.
+        Among checkpoints with an accuracy of 1, the latest is the best. Scores are read from validation.json, or for
+        checkpoints of earlier versions from metrics.jsonl.
         """
         paths = self.list_checkpoints()
-        losses = {path: read_validation(path) for path in paths if _is_bound(path)}
+        losses = {path: read_validation(path) for path in paths if _has_step(path)}
         if old := [path for path in paths if path not in losses]:
             logged = self._read_logged_losses()
             losses |= {path: logged.get(int(path.name)) for path in old}
@@ -163,7 +163,7 @@ class RunFolder:
         return self.tokenizer
 
     def read_tokenizer_hash(self) -> str | None:
-        """Return the SHA-256 of the run's tokenizer.json as the last session has recorded it."""
+        """Return the SHA-256 of tokenizer.json that the last session recorded."""
         return next((session.get("tokenizer_sha256") for session in self.read_sessions()[-1:]), None)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
@@ -193,7 +193,7 @@ class RunFolder:
         except (OSError, RunError, UnicodeDecodeError):
             return False
 
-    def claim(self) -> None:
+    def create(self) -> None:
         """Create the folder and mark it as a run folder. Raises RunError if it contains other files."""
         self.check_ownership()
         self.mark()
@@ -210,7 +210,7 @@ class RunFolder:
         is_config = {"name", "seed", "model.kind", "data.kind", "trainer.max_steps"} <= options.keys()
         if not is_config or not sessions or not all({"command", "versions"} <= session.keys() for session in sessions):
             raise RunError(
-                f"{self.path}: not a run folder; its config.yaml and environment.json are not those of a run"
+                f"{self.path}: config.yaml and environment.json are not those of a run; give the folder of a run"
             )
         self.mark()
 
@@ -225,7 +225,7 @@ class RunFolder:
         if MARKER in names or {self.config.name, self.environment.name} <= names:
             command = f"python -m stackexp runs adopt {shlex.quote(str(self.path))}"
             raise RunError(
-                f"{self.path}: not marked as a run folder; if it is a run of an earlier version, `{command}`"
+                f"{self.path}: not marked as a run folder; if it is a run of an earlier version, run `{command}`"
             )
         raise RunError(f"{self.path}: not a run folder, and not empty ({min(names)}); choose another --run")
 
@@ -241,8 +241,8 @@ class RunFolder:
         """Create or reopen the folder, and lock it within the context. The session starts after `step`.
 
         `newest` is the newest checkpoint that the caller has found in the folder. `origin` has path, step and SHA-256
-        of the weights that a new run starts from; environment.json records it, and the hash of `tokenizer`, the text
-        of tokenizer.json.
+        of the weights that a new run starts from. `tokenizer` is the text of tokenizer.json. environment.json records
+        `origin` and the hash of `tokenizer`.
 
         Writes config.yaml and tokenizer.json, adds this process to environment.json (one entry per session) and deletes
         partial checkpoints that a kill left behind. If the config has changed, the old one is kept as
@@ -252,7 +252,7 @@ class RunFolder:
             FolderBusyError: Another process uses the folder, or has saved another checkpoint than `newest`.
             RunError: Another process has finished the run in the meantime, or the folder is not a run folder.
         """
-        self.claim()
+        self.create()
         self.checkpoints.mkdir(exist_ok=True)
         with self.lock():
             if self.is_finished:
@@ -372,9 +372,9 @@ def _read_cpu_model() -> str:
     return found[1] if found else platform.processor()
 
 
-# Checkpoints. The manifest, written last, holds the step, the run's tokenizer and the SHA-256 of every file. It detects
-# a changed bit, a missing file, a file of another checkpoint, and a folder renamed to another step. Earlier versions
-# wrote only the hashes. A validation after the checkpoint adds its scores, bound to the manifest.
+# Checkpoints. The manifest, written last, has the step, the SHA-256 of the run's tokenizer, and that of every file. It
+# detects a changed bit, a missing file, a file of another checkpoint, and a folder renamed to another step. Earlier
+# versions wrote only the hashes of files. validation.json has the scores and the SHA-256 of the manifest.
 
 
 def write_manifest(folder: Path, step: int, tokenizer: str | None) -> None:
@@ -382,7 +382,7 @@ def write_manifest(folder: Path, step: int, tokenizer: str | None) -> None:
     files = sorted(path for path in folder.iterdir() if path.name not in (MANIFEST, VALIDATION))
     with ThreadPoolExecutor() as threads:
         hashes = dict(zip((file.name for file in files), threads.map(compute_sha256, files), strict=True))
-    write_json(folder / MANIFEST, _seal({"step": step, "tokenizer": tokenizer, "files": hashes}))
+    write_json(folder / MANIFEST, _add_hash({"step": step, "tokenizer": tokenizer, "files": hashes}))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -400,14 +400,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise damaged_error(folder, f"{MANIFEST} is not an object")
     if not isinstance(manifest.get("files"), dict):
         manifest = {"step": None, "tokenizer": None, "files": manifest}
-    elif not _is_sealed(manifest):
+    elif not _has_valid_hash(manifest):
         raise damaged_error(folder, f"{MANIFEST} has changed since it was written")
     check_step(folder, manifest["step"])
     return manifest
 
 
 def check_step(folder: Path, step: int | None) -> None:
-    """Raise DamagedCheckpointError if a folder named like a step has a checkpoint of another step; None is unknown."""
+    """Raise DamagedCheckpointError if the name of the folder is another step than `step` (None: unknown)."""
     if step is not None and folder.name.isdecimal() and int(folder.name) != step:
         raise damaged_error(folder, f"the checkpoint of step {step} under another name")
 
@@ -429,14 +429,14 @@ def verify_manifest(folder: Path, only: str | None = None) -> None:
 
 
 def damaged_error(path: Path, reason: BaseException | str) -> DamagedCheckpointError:
-    """Return the error for a checkpoint that cannot be read."""
+    """Return the error for a damaged checkpoint."""
     return DamagedCheckpointError(path, reason if isinstance(reason, str) else first_line(reason))
 
 
 def write_validation(checkpoint: Path, loss: float, accuracy: float | None) -> None:
     """Write the mean scores of the validation of a checkpoint; `best_checkpoint` compares them."""
     scores = {"loss": loss, "accuracy": accuracy, "manifest_sha256": compute_sha256(checkpoint / MANIFEST)}
-    write_json(checkpoint / VALIDATION, _seal(scores))
+    write_json(checkpoint / VALIDATION, _add_hash(scores))
 
 
 def read_validation(checkpoint: Path) -> float | None:
@@ -448,27 +448,27 @@ def read_validation(checkpoint: Path) -> float | None:
     if not path.exists():
         return None
     scores = read_json(path)
-    if not _is_sealed(scores) or scores["manifest_sha256"] != compute_sha256(checkpoint / MANIFEST):
+    if not _has_valid_hash(scores) or scores["manifest_sha256"] != compute_sha256(checkpoint / MANIFEST):
         raise RunError(f"{path}: not the scores that were written for this checkpoint; delete the file")
     return None if scores["loss"] is None else _rank_validation(scores["loss"], scores["accuracy"])
 
 
-def _seal(contents: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents and their SHA-256, which detects an edited value."""
+def _add_hash(contents: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents with their SHA-256, which detects an edited value."""
     return contents | {"sha256": run_result.compute_sha256(contents)}
 
 
-def _is_sealed(contents: Any) -> bool:
-    return isinstance(contents, dict) and contents == _seal({k: v for k, v in contents.items() if k != "sha256"})
+def _has_valid_hash(contents: Any) -> bool:
+    return isinstance(contents, dict) and contents == _add_hash({k: v for k, v in contents.items() if k != "sha256"})
 
 
 def _rank_validation(loss: float, accuracy: float | None) -> float:
-    """Return the loss by which validations are compared: all without a mistake are equally good."""
+    """Return the loss by which checkpoints are ranked: 0 for an accuracy of 1, so that all of these are equal."""
     return 0.0 if accuracy == 1 else loss
 
 
-def _is_bound(checkpoint: Path) -> bool:
-    """Return True if the manifest of a checkpoint names its step, so that its folder has its validation."""
+def _has_step(checkpoint: Path) -> bool:
+    """Return True if the manifest has the step. Checkpoints of earlier versions lack it, and validation.json."""
     try:
         return read_manifest(checkpoint)["step"] is not None
     except DamagedCheckpointError:

@@ -26,7 +26,7 @@ KEYS = {symbol: key for key, symbol in SYMBOLS.items()}
 """H, d_s and S -> their config keys."""
 MEANINGS = {"H": "stack heads", "d_s": "slot size", "S": "stack slots"}
 LOSSES = {"training loss": "train_loss", "validation loss": "val/average/loss"}
-"""Titles of the plotted losses -> their columns in the table of runs."""
+"""Titles of the plotted losses -> their columns in the DataFrame of runs."""
 OBJECTIVES = {"train_loss.last_20_steps": "training loss", "average.loss": "validation loss"}
 """Objectives that are one of these losses."""
 Result = dict[str, Any]

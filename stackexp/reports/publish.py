@@ -40,12 +40,12 @@ def copy_run(folder: RunFolder, target: Path) -> None:
             scores = path.with_suffix(".json")
             if scores.name in records or not scores.exists():  # not of a checkpoint of another run
                 shutil.copytree(path, new / path.name)
-        write_json(new / "environment.json", [_remove_places(session) for session in folder.read_sessions()])
+        write_json(new / "environment.json", [_anonymize_session(session) for session in folder.read_sessions()])
         write_json_lines(new / "data.jsonl", list(read_json_lines(data, skip_damaged=True))[-1:])
 
 
-def _remove_places(session: dict[str, Any]) -> dict[str, Any]:
-    """Return a session without the name of the host and the folders of files."""
+def _anonymize_session(session: dict[str, Any]) -> dict[str, Any]:
+    """Return a session without the host name and the folders of files."""
     kept = {key: value for key, value in session.items() if key != "host"}
     if origin := get_origin(session):
         kept["origin"] = origin | {"path": Path(origin["path"]).name}
@@ -53,7 +53,7 @@ def _remove_places(session: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_origin(session: dict[str, Any]) -> dict[str, Any] | None:
-    """Return path, step and SHA-256 of the weights that a run started from, None for none. Raises RunError."""
+    """Return path, step and SHA-256 of the weights that a run started from, or None. Raises RunError for damage."""
     origin = session.get("origin")
     if origin is not None and not (isinstance(origin, dict) and isinstance(origin.get("path"), str)):
         raise RunError(f"environment.json: the origin of a session is {origin!r:.60}; delete it")

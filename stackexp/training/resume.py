@@ -46,7 +46,7 @@ def find_start(
         if run.is_finished:
             _check_finished(run, config)
             return Start(run, is_finished=True)
-        run.claim()
+        run.create()
         has_checkpoint = run.newest_checkpoint() or any(run.checkpoints.glob("*.ckpt"))  # .ckpt is refused by name
         if not has_checkpoint and (parent := _find_parent(run)):
             return _resume(parent, run, config, overridden=flatten_config(config))  # accepted when it branched

@@ -119,7 +119,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class FormalRun:
-    """A run on a formal language. `row` is its row in the table of runs, `config` its options.
+    """A run on a formal language. `row` is its row in the DataFrame of runs, `config` its options.
 
     `evaluations` come from result.json, test.json and test-to-*.json; `unused` are such files of another checkpoint, or
     made with overrides that change more than the test.
