@@ -113,7 +113,7 @@ def get_cache_root() -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. Raises RunError if it is not valid JSON or no regular file, and OSError if it is missing."""
+    """Read a JSON file. Raises RunError if it is not valid JSON or not a regular file, OSError if it is missing."""
     try:
         with open_regular(path) as file:
             return json.load(file)

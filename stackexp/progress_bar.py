@@ -12,7 +12,7 @@ LINE_SECONDS = 30  # between the lines of a log
 def open_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm:
     """Open a bar on standard error, with the options of tqdm.
 
-    If standard error is no terminal, the bar prints a line at the start, every LINE_SECONDS, and at the end.
+    If standard error is not a terminal, the bar prints a line at the start, every LINE_SECONDS, and at the end.
     """
     if sys.stderr.isatty():
         options["dynamic_ncols"] = True

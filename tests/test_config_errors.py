@@ -178,7 +178,7 @@ def test_file_error_names_the_line(text, message):
 def test_unknown_and_unreadable_files_are_reported():
     assert compose_error(["quickstat"]) == "unknown config 'quickstat'; did you mean 'quickstart'?"
     assert compose_error(["queue"]) == "unknown config 'queue'; did you mean 'ablation/queue'?"
-    assert compose_error(["no.yaml"]) == "no.yaml: file not found"
+    assert compose_error(["no.yaml"]) == "no.yaml: file not found; correct the path"
     assert compose_error(["zzzz"]).startswith("unknown config 'zzzz'; `configs list` shows the names")
     Path("latin.yaml").write_bytes(b"name: \xff\n")
     assert compose_error(["latin.yaml"]).startswith("latin.yaml: cannot read the file: ")

@@ -101,7 +101,7 @@ def _find_file(name: str, prefix: str, folder: Path) -> Path:
     for path in (folder / name, Path(name)):
         if path.is_file():
             return path
-    raise ConfigError(f"{prefix}{name}: file not found")
+    raise ConfigError(f"{prefix}{name}: file not found; correct the path")
 
 
 CLASS_LISTS = (("trainer", "callbacks"), ("logging", "loggers"))

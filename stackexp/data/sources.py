@@ -61,7 +61,7 @@ def find_sources(source: Path) -> list[Source]:
     """
     try:
         if not source.exists():
-            raise RunError(f"{source}: no such file or folder")
+            raise RunError(f"{source}: no such file or folder; correct the path")
         base = source.parent if source.is_file() else source
         paths = [source] if source.is_file() else list(walk(source))
         paths.sort(key=lambda path: path.relative_to(base).as_posix())

@@ -92,7 +92,9 @@ class TokenFile:
                 raise RunError(f"{self.name}: {size:,} bytes, but its record has {self.record.bytes:,}; {REMEDY}")
             self.tokens = self._map(size, dtype, vocab_size)
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.name}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+            raise RunError(
+                f"{self.name}: cannot be read ({getattr(error, 'strerror', None) or error}); copy or make it again"
+            ) from error
 
     def __len__(self) -> int:
         return len(self.tokens)

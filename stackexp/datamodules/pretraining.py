@@ -132,7 +132,7 @@ class PretrainingData(ExperimentData):
         if (largest := int(batch["tokens"].max())) >= self.config.vocab_size:
             raise RunError(
                 f"token id {largest} in sequences {batch['index'].tolist()} is not below data.vocab_size "
-                f"{self.config.vocab_size}; the shards are damaged, prepare the set again"
+                f"{self.config.vocab_size}, so a shard is damaged; prepare the set again"
             )
         return batch
 

@@ -57,7 +57,9 @@ def score_by_position(request: EvaluationRequest) -> tuple[int, list[PositionLos
     sequences = {dataset.name: Chunks(dataset.chunks.tokens, FACTOR * context, False) for dataset in opened}
     skipped = [name for name, chunks in sequences.items() if not len(chunks)]
     if len(skipped) == len(sequences):
-        raise RunError(f"--by_position: no set has {FACTOR * context:,} tokens ({FACTOR} x data.context_length)")
+        raise RunError(
+            f"--by_position: no set has {FACTOR * context:,} tokens ({FACTOR} x data.context_length); name longer sets"
+        )
     checkpoint = checkpoints.find_checkpoint(request.run, request.ckpt_path)
     model = build_objective(config).build_module(weights=checkpoint).to(find_device_type(config)).model
     scored = [_score_set(model, name, chunks, config) for name, chunks in sequences.items() if len(chunks)]

@@ -71,8 +71,8 @@ def contradicts_itself(loss: float, perplexity: float | None) -> bool:
 def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report:
     """Build the report of the runs at or below `paths`.
 
-    `baseline` names an arm; by default it is `transformer`, or else the Transformer without a memory that was trained
-    on the most tokens, of several the smallest.
+    `baseline` names an arm. The default is `transformer`, or else the Transformer without a memory that was trained on
+    the most tokens; if there are several, the smallest.
     """
     arms, skipped = load_arms(paths)
     finished = {name: rows for name in arms if (rows := select_finished(arms[name]))}
@@ -103,7 +103,7 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
 def _assign_variants(arms: Arms) -> dict[str, str]:
     """Return the paper's variant -> its arm: the one with the variant's name, or else the only one with its options.
 
-    A cell of a grid, such as H=2-S=4, is no variant.
+    A cell of a grid, such as H=2-S=4, is not a variant.
     """
     variants = {}
     for variant, name in CHOICES.items():

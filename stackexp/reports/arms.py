@@ -70,7 +70,7 @@ def select_finished(rows: Iterable[Row]) -> list[Row]:
 def find_differences(ours: Row, theirs: Row) -> list[str]:
     """Return the keys in which two runs differ: options of the training, except the seed, and its length.
 
-    An option that is newer than a run has its default value there.
+    An option that did not exist when a run began has its default value.
     """
     ours, theirs = get_options(ours), get_options(theirs)
     length = ["trainer.max_steps"] if ours.get("trainer.max_steps") != theirs.get("trainer.max_steps") else []
@@ -142,7 +142,7 @@ def find_variant(options: Row) -> str | None:
 
 
 def list_paths(reason: str, rows: Sequence[Row]) -> list[str]:
-    """Return one note with the paths of these runs, none without runs."""
+    """Return one note with the paths of these runs; an empty list without runs."""
     return [f"{reason}: {', '.join(row['path'] for row in rows)}"] if rows else []
 
 
@@ -172,8 +172,8 @@ def describe_unfinished(rows: Iterable[Row]) -> list[str]:
 def describe_sweep(paths: Sequence[Path], default: str) -> str:
     """Return the command that fills a report: of the sweep that the runs belong to, or of the shipped sweep `default`.
 
-    Runs belong to the sweep in their folder or in the folder above, or to the shipped sweep that their folder has the
-    name of.
+    Runs belong to the sweep in their folder or in the folder above, or to the shipped sweep with the name of
+    their folder.
     """
     for folder in (folder for path in paths for folder in (path, path.parent)):
         if folder.name in list_shipped():

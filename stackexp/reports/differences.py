@@ -1,4 +1,4 @@
-"""Paired differences between the runs of two arms, with 95 % intervals; did they train on the same data?"""
+"""Paired differences between the runs of two arms, with 95 % intervals, and a check that their data were the same."""
 
 import functools
 import math
@@ -73,7 +73,7 @@ def _compute_flops(config: Path, time: int) -> float | None:
 
 
 class Difference(NamedTuple):
-    """The mean of paired differences over `seeds` seeds, with the ends of its 95 % interval if there is one."""
+    """The mean of paired differences over `seeds` seeds, with its 95 % interval if there is one."""
 
     mean: float
     low: float | None
@@ -189,7 +189,7 @@ def _compare_sizes(runs: list[Row], bases: list[Row]) -> list[str]:
 
 
 def _find_other_options(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """Return the options, as key=value, that differ from the baseline and are no sizes or memory options."""
+    """Return the options, as key=value, that differ from the baseline, except sizes and memory options."""
     changed = find_changed_keys(theirs, ours, ["training"])
     others = [key for key in changed if key not in ("seed", *SIZES) and not key.startswith("model.memory")]
     return [f"{key}={get_value(ours, theirs, key)}" for key in others]
@@ -219,7 +219,7 @@ def read_data_record(row: Row) -> DataRecord:
 
 
 def compare_data(ours: DataRecord, theirs: DataRecord) -> tuple[str, str]:
-    """Return how two runs' training data differ, and why they were not compared; empty texts if neither applies."""
+    """Return how two runs' training data differ, and why they were not compared; empty strings if neither applies."""
     if not ours.values or not theirs.values:
         return "", f"no training data recorded in {hash_log.FILE_NAME}"
     if ours.is_generated != theirs.is_generated:

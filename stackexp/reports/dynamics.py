@@ -42,7 +42,7 @@ LEGEND = (
 class Curve(NamedTuple):
     """The training loss of an arm: of each seed (tokens [N_s], losses [N_s]), and of their mean, raw and smoothed [N].
 
-    `late` are the seeds left out because they have not reached half of the tokens of the others.
+    `late` are seeds that are left out, because they have fewer than half of the tokens of the others.
     """
 
     name: str

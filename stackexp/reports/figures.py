@@ -57,7 +57,7 @@ def label_curves(axes: Any, curves: dict[str, Any]) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure to a .png, .pdf or .svg file. Text with dollar signs that are no formula is shown as it is."""
+    """Write a figure to a .png, .pdf or .svg file. Text with dollar signs that are not a formula is shown unchanged."""
     from matplotlib.mathtext import MathTextParser
     from matplotlib.text import Text
 

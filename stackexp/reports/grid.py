@@ -233,7 +233,7 @@ def build_grid(target: str) -> Report:
 
 
 def _list_values(results: Sequence[Result], symbol: str) -> list[Any]:
-    """Return the numbers that a key takes; none if it was not searched."""
+    """Return the numeric values of a key; an empty list if it was not searched."""
     values = (result["values"].get(KEYS[symbol]) for result in results)
     return sorted({value for value in values if type(value) in (int, float)})
 

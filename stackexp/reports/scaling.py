@@ -116,8 +116,8 @@ def build_scaling(
     """Build the report of all finished runs at or below `paths`.
 
     `measure` is a column of `report ablation`; by default V2, or the average of the other sets, or the training loss:
-    the first that all runs have. `irreducible` is the loss that no size would remove. Families differ in their memory
-    and in the options `by`. Raises RunError if there is nothing to fit.
+    the first that all runs have. `irreducible` is the loss in the limit of infinite size. Families differ in their
+    memory and in the options `by`. Raises RunError if there is nothing to fit.
     """
     if not 0 <= irreducible < math.inf:
         raise RunError(f"--irreducible {irreducible:g}: not a loss; use 0 or a positive number")
@@ -174,7 +174,7 @@ def name_family(row: Row, by: Mapping[str, str]) -> str:
 
 
 def _describe_mixed(rows: Sequence[Row], points: Sequence[Point]) -> list[str]:
-    """Return notes about families whose runs differ in options that are no sizes, or that differ at one size."""
+    """Return notes about families whose runs differ in other options than sizes, or in any option at one size."""
     used = {(p.arm, p.seed): p for p in points}
     families: dict[str, list[tuple[Point, dict[str, Any]]]] = defaultdict(list)
     for row in rows:
@@ -207,7 +207,7 @@ def _read_points(
         highest = max(loss for loss in losses if not math.isnan(loss))
         raise RunError(f"--irreducible {irreducible:g}: above every loss ({column}, at most {highest:.3f}); use less")
     scored = [own for own, loss in zip(sets, losses, strict=True) if not math.isnan(loss)]
-    most = max(scored, key=scored.count)  # of equally many, the first
+    most = max(scored, key=scored.count)  # the first one if several have the same number
     runs_on_other_data, unrecorded = _find_other_data(rows)
     points: list[Point] = []
     skipped: list[tuple[str, str, int]] = []
@@ -277,7 +277,7 @@ def _describe_unused(points: list[Point], panel: Series) -> list[str]:
 
 
 def select_series(points: list[Point], quantity: str, irreducible: float = 0.0) -> Series | None:
-    """Return the runs for one panel: those with equal values of the other quantity that make the best comparison.
+    """Return the runs for one panel: those that share a value of the other quantity and make the best comparison.
 
     It has the most families with two sizes, then the most sizes. In a ladder, every size has its own budget: if runs
     with about equal tokens per parameter make a better comparison, loss against parameters uses these. Returns None if

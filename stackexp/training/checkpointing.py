@@ -1,7 +1,7 @@
-"""Checkpoints of a run, saved and resumed.
+"""Save and resume the checkpoints of a run.
 
-`StepCheckpoint` decides when to save. The strategy collects the tensors, `RunState` everything else, and
-`stackexp.models.checkpoints` writes both. On resume, the strategy and `RunState` load them again.
+`StepCheckpoint` decides when to save. The strategy collects the tensors, `RunState` collects everything else, and
+`stackexp.models.checkpoints` writes both. On resume, the strategy and `RunState` load them.
 """
 
 import logging
@@ -109,7 +109,7 @@ class RunState(pl.Callback):
             self._tokenizer_sha256 = self._folder.read_tokenizer_hash()
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Refuse a training loader whose position would not be saved."""
+        """Raise RunError for a training loader whose position would not be saved."""
         check_resumable(trainer.train_dataloader)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
         self._writer = CheckpointWriter()
 
     def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Restart the timeouts of a run without progress while a slow disk writes a checkpoint."""
+        """Report progress while a slow disk writes a checkpoint, so that no timeout ends the run."""
         self._writer.note_progress = lambda: note_progress(trainer, self._stop)
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
@@ -168,7 +168,7 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
             raise self._stop.build_error()
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Store the scores with the checkpoint of this step, if there is one, before the log has them."""
+        """Store the scores with the checkpoint of this step, if there is one, before they are logged."""
         path = self._folder.checkpoints / format_checkpoint_name(trainer.global_step)
         if trainer.state.fn != "fit":
             return

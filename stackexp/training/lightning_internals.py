@@ -1,4 +1,4 @@
-"""The private parts of Lightning that stackexp touches, each with the reason.
+"""The private parts of Lightning that stackexp uses, each with the reason.
 
 tests/test_lightning_internals.py fails if one of them changes. `RunTensorBoard` also reads the private attribute
 `TensorBoardLogger._experiment`, to delete the event files of earlier sessions before the writer opens.
@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 def keep_signal_handlers(trainer: pl.Trainer) -> None:
     """Prevent Lightning from installing signal handlers.
 
-    They would save a checkpoint inside the handler, which is a collective operation; `StopRequest` stops all ranks
-    after the same step. Lightning has no option for this.
+    A handler would save a checkpoint, a collective operation, at a different step on each rank. `StopRequest` stops all
+    ranks after the same step. Lightning has no option for this.
     """
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
 
@@ -21,7 +21,7 @@ def keep_signal_handlers(trainer: pl.Trainer) -> None:
 def run_validation(trainer: pl.Trainer) -> None:
     """Run a validation before the first training step of a resumed run, in the hook on_train_start.
 
-    Lightning has no call for this: `trainer.validate` would end the fit.
+    Lightning has no public method for this: `trainer.validate` would end the fit.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
     loop.restarting = False  # otherwise Lightning skips the batches of the previous validation

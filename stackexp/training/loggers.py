@@ -1,7 +1,7 @@
-"""Lightning's loggers of a run: built by name or from `module:Class`, opened, continued on resume, and closed.
+"""Build, open, resume and close the Lightning loggers of a run, given by name or as `module:Class`.
 
 TensorBoard and CSV files are written again from metrics.jsonl when a run resumes. W&B and MLflow continue the same run,
-whose id is in the run folder, after the last step that they have.
+whose id is in the run folder, after the last step that they have received.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ from stackexp.training.tensorboard import RunTensorBoard
 def build_loggers(config: ExperimentConfig, run: RunFolder) -> list[Logger]:
     """Build the loggers of `logging.loggers`; nothing is written yet.
 
-    Raises ConfigError if a library is missing, or a class of the user cannot be built.
+    Raises ConfigError if a library is missing, or a user's class cannot be built.
     """
     return [_build_logger(entry, config, run) for entry in config.logging.loggers]
 
@@ -70,7 +70,7 @@ def _find_id_file(run: RunFolder, name: str) -> Any:
 
 
 def open_logger(logger: Logger, config: ExperimentConfig, run: RunFolder) -> None:
-    """Open a logger on rank 0, which may need a network, and log the options of a new run."""
+    """Open a logger, which may need a network, and log the options of a new run. Call it on rank 0 only."""
     if isinstance(logger, CSVLogger):
         shutil.rmtree(logger.log_dir, ignore_errors=True)
     is_new = True
@@ -80,14 +80,16 @@ def open_logger(logger: Logger, config: ExperimentConfig, run: RunFolder) -> Non
             write_atomically(
                 _find_id_file(run, name), str(logger.version if name == "mlflow" else logger.experiment.id)
             )
-    if is_new and not isinstance(logger, RunTensorBoard | CSVLogger):  # they are written in the run folder
+    if is_new and not isinstance(
+        logger, RunTensorBoard | CSVLogger
+    ):  # they log to the run folder, which has config.yaml
         logger.log_hyperparams(flatten_config(config))
     _ = logger.experiment if hasattr(logger, "experiment") else None
 
 
 def find_first_step(logger: Logger, logged: int) -> int:
     """Return the first step whose lines a logger still needs; earlier sessions have logged up to step `logged`."""
-    if isinstance(logger, WandbLogger):  # 0 without a connection: each offline session has all lines
+    if isinstance(logger, WandbLogger):  # 0 offline: each offline session logs all lines
         return logger.experiment.summary.get("trainer/global_step", 0)
     if isinstance(logger, MLFlowLogger):
         return max((point.step for point in logger.experiment.get_metric_history(logger.run_id, TRAIN_LOSS)), default=0)
@@ -95,7 +97,7 @@ def find_first_step(logger: Logger, logged: int) -> int:
 
 
 def send_line(logger: Logger, line: dict[str, Any]) -> None:
-    """Send a line of metrics.jsonl."""
+    """Send a line of metrics.jsonl to a logger."""
     if isinstance(logger, RunTensorBoard):
         logger.log_line(line)
     else:

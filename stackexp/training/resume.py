@@ -90,7 +90,7 @@ def _resume_newest(run: RunFolder, config: ExperimentConfig, overridden: Collect
             if older is None:
                 raise
             log.warning("%s: damaged (%s); resuming from %s instead", path, error.reason, older.name)
-    raise RunError(f"{run.checkpoints}: no checkpoint")
+    raise RunError(f"{run.checkpoints}: no checkpoint; start a new run")
 
 
 def _resume_path(path: Path, config: ExperimentConfig, overridden: Collection[str]) -> Start:

@@ -1,4 +1,4 @@
-"""The engine of `evaluate`, and of the scores during training: lm-eval's tasks, prompts, metrics and cache."""
+"""Score benchmarks with lm-eval's tasks, prompts, metrics and cache, for `evaluate` and during training."""
 
 import contextlib
 import io
@@ -91,13 +91,13 @@ def open_hugging_face_model(folder: Path, batch_size: int, trust_remote_code: bo
     """Return the model of a Hugging Face folder, evaluated by lm-eval's own class.
 
     `trust_remote_code` lets it run Python code in the folder, such as that of an exported stack. Raises RunError if the
-    folder is damaged, or contains code that must not run.
+    folder is damaged, or contains code that is not permitted to run.
     """
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise RunError(f"{folder / 'config.json'}: not an object; download the file again")
     if not (folder / "tokenizer.json").is_file():
-        raise RunError(f"{folder}: no tokenizer.json; put that of the model there")
+        raise RunError(f"{folder}: no tokenizer.json; copy that of the model into it")
     if "auto_map" in config and not trust_remote_code:
         raise RunError(f"{folder}: contains the code of its model; read it, then add --trust-remote-code")
     check_installed("transformers", "accelerate")
@@ -130,7 +130,7 @@ def evaluate(model: BenchmarkModel, options: BenchmarkOptions) -> None:
 def _open_cache(lm: Any, output: Path | None, identity: list[Any]) -> Iterator[Any]:
     """Yield the model with lm-eval's cache of responses next to `output`, which is deleted at the end, unless killed.
 
-    lm-eval looks a response up by its request alone, so the name of the file identifies the model and the versions.
+    lm-eval looks up a response by its request only, so the file name identifies the model and the versions.
     """
     if output is None:
         yield lm

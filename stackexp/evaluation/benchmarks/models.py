@@ -24,14 +24,14 @@ Request = tuple[Any, list[int], list[int]]
 
 
 def limit_new_tokens(options: dict[str, Any], max_length: int) -> int:
-    """Return the most tokens to generate with a task's options: at most half of the model's context."""
+    """Return the maximum number of tokens to generate for a task: its own limit, or half of the model's context."""
     return min(normalize_gen_kwargs(options)["max_gen_toks"], max_length // 2)
 
 
 class WholeAnswers(TemplateLM):
-    """Scores all of an answer, where lm-eval would skip a token that spans the end of the prompt and its start.
+    """A base class that scores every token of an answer. lm-eval itself skips a token that also ends the prompt.
 
-    Of an answer longer than the model's context, the last `max_length` tokens count.
+    Only the last `max_length` tokens of a longer answer are scored.
     """
 
     max_length: int
@@ -66,7 +66,7 @@ class RunModel(WholeAnswers):
     """A decoder and its tokenizer, for lm-eval's tasks.
 
     With several processes, each receives all requests, computes every n-th batch, and gathers the results of the
-    others. lm-eval's own division of documents is not used: each rank would draw other shots.
+    others. lm-eval would divide the documents instead, and each rank would draw different shots.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class RunModel(WholeAnswers):
         Args:
             model: The decoder. It is in eval mode during each call.
             tokenizer: The tokenizer of the training data.
-            max_length: The most tokens of one sequence; longer prompts lose their first tokens.
+            max_length: Maximum number of tokens in a sequence; longer prompts lose their first tokens.
             batch_size: Sequences per forward pass.
             precision: `trainer.precision`; bf16-mixed computes under autocast.
             is_sharded: Each process has a part of every weight, so all must run the same number of forward passes.
-            after_batch: Called on each process after every batch with the number of finished batches and of all.
+            after_batch: Called on each process after every batch with the numbers of finished and of all batches.
         """
         super().__init__()
         self.model, self.batch_size, self.max_length = model, batch_size, max_length
@@ -229,7 +229,7 @@ def load_hugging_face_model(folder: Path, batch_size: int, trust_remote_code: bo
     options = {"batch_size": batch_size, "device": device, "trust_remote_code": trust_remote_code}
     try:
         lm = FolderModel(str(folder), backend="causal", **options)
-    except Exception as error:  # whatever transformers or the code in the folder raises
+    except Exception as error:  # transformers or the code in the folder may raise any error
         text = " ".join(str(error).split())[:300] or type(error).__name__
         raise RunError(f"{folder}: cannot load the model ({text}); check the folder") from None
     if lm.eot_token_id is None:

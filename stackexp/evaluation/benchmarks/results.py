@@ -69,12 +69,12 @@ class Evaluation:
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """The identity of an evaluation; evaluations with the same one share an entry of the file."""
+        """The identity of an evaluation; evaluations with the same identity share an entry of the file."""
         return self.checkpoint, self.step, *self.chosen, self.lm_eval, self.model
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """Return the evaluations in a benchmarks.json, none if it is missing. Raises RunError for a damaged file."""
+    """Return the evaluations in a benchmarks.json; [] if it is missing. Raises RunError for a damaged file."""
     if not path.exists():
         return []
     record = read_json(path)

@@ -78,7 +78,7 @@ class TaskLoader:
             task = manager.load({"group": "requested", "task": [{"task": name, **changes}]})["tasks"][name]
         except (RunError, MemoryError):
             raise
-        except Exception as error:  # lm-eval and its dataset library raise many kinds
+        except Exception as error:  # lm-eval and its dataset library raise many types
             where = f"{self._datasets / name}" if self._datasets else f"dataset {config.get('dataset_path', name)!r}"
             remedy = "correct the files" if self._datasets else f"connect to it, or give {describe_files(name, config)}"
             raise RunError(f"{name}: cannot load {where} ({first_line(error)}); {remedy}") from None

@@ -121,8 +121,8 @@ class Evaluation:
 class FormalRun:
     """A run on a formal language. `row` is its row in the DataFrame of runs, `config` its options.
 
-    `evaluations` come from result.json, test.json and test-to-*.json; `unused` are such files of another checkpoint, or
-    made with overrides that change more than the test.
+    `evaluations` are read from result.json, test.json and test-to-*.json. `unused` are test files of another
+    checkpoint, or with overrides of options other than those of the test.
     """
 
     path: Path

@@ -256,7 +256,7 @@ def read_slot_backward(grads, slot, mask, w, softmax, is_occupied, settings: tl.
 
 @triton.jit
 def update_backward(grads, above, window, next_window, action, sums, settings: tl.constexpr):
-    """From the gradients of slot j of St' and M', complete those of slot j - 1 of St and M, and add to those of a.
+    """Complete the gradients of slot j - 1 of St and M from those of slot j of St' and M', and add to those of a.
 
     `above`: the gradients of the slots j-1 and j-2 of St', of M', and for a queue what slot j-1 keeps and what its M
     receives through M[j+1] / M[j]. The windows have St[j-1], St[j], St[j+1]. `sums`: the gradients of a, three

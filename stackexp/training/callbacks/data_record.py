@@ -1,4 +1,4 @@
-"""A record of the training data: a hash that proves two runs saw the same data, and counts per source."""
+"""A record of the training data: a hash that proves that two runs used the same data, and counts per source."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class DataRecord(StepCallback):
         self._steps: list[tuple[np.ndarray, np.ndarray]] = []  # those of steps not yet in the hash, [N / ranks]
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Continue the record of the checkpoint."""
+        """Restore the record from the checkpoint."""
         if not (saved := checkpoint.get(KEY)):
             raise RunError("the checkpoint has no record of its training data; start a new run")
         self._hash, self._counts, self._fingerprints = saved["hash"], saved["sequences"], saved["sources"]

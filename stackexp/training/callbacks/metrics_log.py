@@ -105,7 +105,7 @@ class MetricsLog(StepCallback):
         for logger in list(self._loggers):
             try:
                 call(logger)
-            except Exception as error:  # of any library; the run must not depend on a logger
+            except Exception as error:  # from any library; a failing logger must not end the run
                 self._loggers.remove(logger)
                 text = "logging.loggers: %s: %s; nothing more is sent to it, but %s has every line"
                 log.warning(text, type(logger).__name__, first_line(error), self._run.metrics)
@@ -222,5 +222,5 @@ class Progress(pl.callbacks.TQDMProgressBar):
 
     @staticmethod
     def _print(trainer: pl.Trainer, text: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it any more, as after Ctrl-C in `fit 2>&1 | tee log`
+        with contextlib.suppress(OSError):  # the reader of a pipe has exited, as after Ctrl-C in `fit 2>&1 | tee log`
             print(f"step {trainer.global_step}/{trainer.max_steps}: {text}", file=sys.stderr, flush=True)
