@@ -136,7 +136,7 @@ def replace_non_finite(value: Any) -> Any:
 def read_json_lines(
     path: Path, *, skip_damaged: bool = False, last_bytes: int | None = None, is_log: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON Lines file, none if the file is missing.
+    """Yield the objects of a JSON Lines file; nothing if the file is missing.
 
     A last line without a line feed is skipped in a log, where a kill has cut it off, but not in a user's file. Raises
     RunError for any other line that is not valid JSON, unless `skip_damaged` is set. With `last_bytes`, only the

@@ -18,7 +18,7 @@ class NewerVersionError(ValueError):
 
 @dataclass(frozen=True)
 class RunResult:
-    """The final figures of a run.
+    """The final results of a run.
 
     `train_loss` has the keys first and last_20_steps. `figures` depend on the objective: `sets` and `average` with the
     scores of named sets, or accuracy by length. Fields that are missing from a file of an earlier version are None.
@@ -33,7 +33,7 @@ class RunResult:
     figures: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the contents of result.json: the fields and the figures side by side, and the version."""
+        """Return the contents of result.json: the fields, the items of `figures`, and the version."""
         fields = {key: value for key, value in vars(self).items() if key != "figures" and value is not None}
         return {"version": RESULT_VERSION} | fields | self.figures
 

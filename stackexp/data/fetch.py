@@ -53,7 +53,7 @@ class FetchResult:
 
     records: dict[OlmoSet, FileRecord] = field(default_factory=dict)  # sets that are present
     failed: list[OlmoSet] = field(default_factory=list)
-    unreachable: list[OlmoSet] = field(default_factory=list)  # not tried after the server could not be reached
+    unreachable: list[OlmoSet] = field(default_factory=list)  # not tried, because the server could not be reached
     reason: str = ""  # why the server could not be reached
 
 

@@ -78,7 +78,7 @@ def hash_shards(folder: Path, shards: list[MdsShard]) -> str:
 
 def read_column(folder: Path, column: str) -> Iterator[Any]:
     """Yield the value of a column in each sample. Call `find_column` first, which refuses encodings that run code."""
-    from streaming import LocalDataset  # the import takes seconds
+    from streaming import LocalDataset  # importing it takes seconds
 
     try:
         dataset = LocalDataset(str(folder))

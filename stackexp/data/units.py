@@ -62,7 +62,7 @@ class SequenceWriter:
     """A writer that cuts a stream of tokens into sequences and writes them to `folder` as MDS shards."""
 
     def __init__(self, folder: Path, context_length: int, dtype: np.dtype) -> None:
-        from streaming import MDSWriter  # the import takes seconds
+        from streaming import MDSWriter  # importing it takes seconds
 
         (encoding,), size = describe_columns(dtype, context_length)["column_encodings"], context_length * dtype.itemsize
         self.context_length, self.dtype = context_length, dtype

@@ -1,4 +1,4 @@
-"""The engine of `validate --by_position`: the loss at each position, up to four times the training context."""
+"""Measure the loss at each position, up to four times the training context, for `validate --by_position`."""
 
 import itertools
 from dataclasses import dataclass

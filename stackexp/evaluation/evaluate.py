@@ -1,4 +1,4 @@
-"""The engine of `validate` and `test`: score a checkpoint on every named set."""
+"""Score a checkpoint on every named set, for `validate` and `test`."""
 
 import contextlib
 import sys

@@ -1,4 +1,4 @@
-"""The engine of `inspect`: record the stacks of a run on text or strings, and measure interventions on them."""
+"""Record the stacks of a run on text or strings, and measure interventions on them, for `inspect`."""
 
 import hashlib
 import json

@@ -70,7 +70,7 @@ class Space:
 
 @dataclass
 class Prune:
-    """Successive halving: at steps min_steps * reduction_factor**k the best 1/reduction_factor of trials continue."""
+    """Successive halving: at steps min_steps * reduction_factor**k, the best 1/reduction_factor of trials continue."""
 
     reduction_factor: int = option(3, min=2)
     min_steps: int = option(100, min=1)

@@ -54,7 +54,7 @@ class Prepare(Verb):
     )
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.accepts_overrides = True  # SOURCE is found among these words
+        parser.accepts_overrides = True  # words of the command line, among them SOURCE
         parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the prepared set")
         parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a Hugging Face tokenizer.json")
         vocab_size = "train a byte-level BPE of N tokens on the text"

@@ -159,7 +159,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
     raise error
 
 
-CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # set by the user, they are kept
+CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # kept if the user has set them
 CPU_TIMES = Path("/proc/stat")
 SAMPLE_SECONDS = 0.1
 
