@@ -94,4 +94,4 @@ def test_the_hash_does_not_depend_on_micro_batches_processes_or_stops(forks, tin
     forks.run(*branch, f"logging.root={tmp_path}/moved-run", f"data.path={tmp_path / 'moved'}")
     assert list(read_hash_log(only_run(tmp_path / "moved-run").path)) == after
     output = forks.run(*branch, f"logging.root={tmp_path}/other-run", f"data.path={corpus['left']}", expect=1)
-    assert f"error: {corpus['left']}: the sequences have changed since the run began" in output
+    assert "the sequences have changed since the run began" in output
