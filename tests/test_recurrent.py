@@ -12,6 +12,7 @@ from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.config.model import LSTMConfig, StackRNNConfig
 from stackexp.models.transformer import Cache
+from stackexp.planning.cost import make_plan
 
 VOCAB, OUTPUTS, B, T = 7, 3, 2, 9
 KINDS = {"lstm": LSTMConfig, "stack_rnn": StackRNNConfig}
@@ -140,6 +141,14 @@ def test_parameter_counts_match_the_decoders(kind, column, like):
     assert model.num_parameters() == pytest.approx(registry.build("model", decoder).num_parameters(), rel=0.01)
     assert model.num_parameters() == model.num_parameters(memory=False) == sum(p.numel() for p in model.parameters())
     assert model.num_parameters(memory=True) == 0
+
+
+def test_plan_supports_lstm():
+    """The plan counts at least the inputs and outputs of each layer; fused kernels save device-specific tensors."""
+    short = ["data.max_length=2", "data.curriculum_steps=0", "data.batch_size=3"]
+    planned = make_plan(compose(["formal/lstm"], short))
+    assert planned.training.activations > 2 * 5 * (3 * 6 * 82) * 4
+    assert planned.fits
 
 
 @pytest.mark.parametrize("kind", KINDS)
