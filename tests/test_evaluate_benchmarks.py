@@ -270,7 +270,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     score = ("--model", f"hf:{tmp_path}", "--tasks", "smollm2_piqa", "--datasets", tmp_path)
     assert evaluate(*score) == 1
-    assert "no tokenizer.json; put that of the model there" in read_error(capsys)
+    assert "no tokenizer.json" in read_error(capsys)
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text("null")
     assert evaluate(*score) == 1
