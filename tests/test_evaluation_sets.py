@@ -221,7 +221,7 @@ def train_with_normalization() -> Tokenizer:
 
 @pytest.mark.parametrize("train", [train_word_pieces, train_with_a_space_before_the_text, train_with_normalization])
 def test_bytes_are_those_of_the_text_for_every_tokenizer(tmp_path, train):
-    """Of ids without a text they are known only if the text that they decode to has as many."""
+    """Ids without a text have a byte count only if they decode to a text of the same size."""
     train().save(str(tmp_path / "tokenizer.json"))
     tokenizer = KnownTokenizer.read(tmp_path / "tokenizer.json")
     texts = [text.replace("ï", "i\u0308") for text in TEXTS]
