@@ -47,8 +47,12 @@ TINY = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `pytest -n`, the tests of a file stay together, and those that share a cluster or the trained run."""
+    """With `pytest -n`, the tests of a file stay together, and those that share a cluster or the trained run.
+
+    Two clusters at once would start jobs with the same number, from which Lightning derives the port of a run.
+    """
     for item in items:
         shared = (name for name in ("cluster", "trained") if name in item.fixturenames)
         item.add_marker(pytest.mark.xdist_group(next(shared, item.path.name)))

@@ -1,6 +1,7 @@
 """Banned words in code, docs and messages, and limits on the size of files and functions."""
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -65,3 +66,10 @@ def test_files_and_functions_are_short():
         functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
         found += [show(path, f.lineno) for f in functions if f.end_lineno - f.lineno + 1 > MAX_FUNCTION_LINES]
     assert found == []
+
+
+def test_tests_of_a_file_stay_together(request):
+    """pytest-xdist appends the group to the id; without groups, two Slurm clusters would use the same ports."""
+    group = request.node.get_closest_marker("xdist_group").args[0]
+    assert group == "test_style.py"
+    assert request.node.nodeid.endswith(f"@{group}") or "PYTEST_XDIST_WORKER" not in os.environ
