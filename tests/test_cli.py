@@ -38,6 +38,7 @@ LIGHT_COMMANDS = [
     "fit --config quickstart --ckpt_path nowhere",
     "configs list",
     "configs explain",
+    "sweep run formal_table --dry-run",
     "validate --run run --ckpt_path nowhere",
     "evaluate --run run --ckpt_path nowhere --tasks piqa",
     "generate --run run --ckpt_path nowhere",

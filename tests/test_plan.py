@@ -25,7 +25,7 @@ def test_plan_prints_size_time_and_memory(capsys):
         "quickstart on 2 h200, ddp, 32-true",
         f"{planned.parameters:,}, including {planned.memory_parameters:,} of the memory",
         "4 micro-batches of 2 x 64 tokens on each device",
-        "not estimated on CPUs or below 100M parameters",
+        "not estimated on CPUs",
         f"{planned.training.logits / 2**20:,.2f} MiB",
         *("\nweights", "\nactivations", "\nstack", "\nlogits", "validation"),
     ):

@@ -124,7 +124,7 @@ def test_dry_run_estimates_the_cost_and_writes_no_files(capsys, monkeypatch):
     assert rows[2][1:4] == ["done", "300", "1,228,800"]
     assert rows[3][1:4] == ["waiting", "300", "1,228,800"]
     assert rows[2][4:] == rows[3][4:] == ["\u2013", "\u2013"]
-    assert " ".join(rows[-1]).endswith("1 done; time is not estimated on CPUs or below 100M parameters")
+    assert " ".join(rows[-1]).endswith("below 100M parameters")
     assert sorted(Path().rglob("*")) == before
 
     monkeypatch.setattr(cost, "MIN_PARAMETERS", 0)

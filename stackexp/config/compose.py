@@ -5,7 +5,9 @@
 Every error is a ConfigError of one line. Interpolations (`${data.vocab_size}`, `${div:a,b}`) are resolved last.
 """
 
+import copy
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -153,7 +155,7 @@ def _iterate_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Leaf]]:
 
 def _build_schema(tree: Tree) -> DictConfig:
     """Return the schema of an experiment in which each section has the options of the kind chosen in the tree."""
-    root = OmegaConf.structured(ExperimentConfig)
+    root = copy.deepcopy(_build_structure(ExperimentConfig))
     for section, group in SECTIONS.items():
         *outer, name = section.split(".")
         parent, values = root, tree
@@ -165,6 +167,12 @@ def _build_schema(tree: Tree) -> DictConfig:
         is_null = isinstance(value, Leaf) and value.value is None
         parent[name] = None if is_null else _build_kind(section, group, value)
     return root
+
+
+@functools.cache
+def _build_structure(cls: type) -> DictConfig:
+    """Return the schema of a dataclass. Building it is slow; to copy it, or to assign it to a node, is not."""
+    return OmegaConf.structured(cls)
 
 
 def _build_kind(section: str, group: str, value: Leaf | Tree) -> DictConfig:
@@ -180,7 +188,7 @@ def _build_kind(section: str, group: str, value: Leaf | Tree) -> DictConfig:
         raise config_error(find_origin(kind), f"{section}.kind", message)
     cls = get_entry(group, name).config
     try:
-        return OmegaConf.structured(cls)
+        return _build_structure(cls)
     except OmegaConfBaseException as error:
         raise config_error(find_origin(kind), f"{section}.kind", f"{cls.__name__}: {describe_error(error)}") from error
 
@@ -223,9 +231,9 @@ def _set_value(
         if isinstance(value, list):
             is_text = typing.get_args(hint) == (str,)
             node[name] = [str(item) if is_text and isinstance(item, int | float) else item for item in value]
-        elif dataclasses.is_dataclass(OmegaConf.get_type(node)) or isinstance(value, dict):
+        elif isinstance(value, dict):
             node.merge_with({name: value})
-        else:  # merging copies all entries of a mapping, which is slow for thousands
+        else:  # merging copies all entries of a section or mapping, which is slow
             node[name] = str(value) if hint is str and value is not None else value
     except (OmegaConfBaseException, OverflowError) as error:  # an integer that is too large for a float
         if isinstance(value, str) and "${" in value:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 import re
 import types
@@ -106,10 +107,13 @@ def find_dataclass(hint: Any) -> Any:
     return next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
 
 
+_get_type_hints: Any = functools.cache(typing.get_type_hints)
+
+
 def get_field(cls: type, name: str) -> tuple[Any, Mapping[str, Any]]:
     """Return the type and the metadata of a dataclass field."""
     metadata: Mapping[str, Any] = next((field.metadata for field in dataclasses.fields(cls) if field.name == name), {})
-    return typing.get_type_hints(cls)[name], metadata
+    return _get_type_hints(cls)[name], metadata
 
 
 def validate(config: Any, origins: Origins, arguments: Mapping[str, tuple] = types.MappingProxyType({})) -> None:

@@ -7,7 +7,15 @@ from typing import Any
 from stackexp.config.compose import to_yaml
 from stackexp.config.data import ShardsConfig
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.planning.devices import DEVICES, Device
+from stackexp.planning.devices import (
+    DEFAULT_DEVICE,
+    DEFAULT_MFU,
+    DEVICES,
+    MIN_PARAMETERS,
+    NOT_ESTIMATED,
+    Device,
+    can_estimate_speed,
+)
 from stackexp.planning.memory_use import (
     MemoryUse,
     build_meta_model,
@@ -16,9 +24,6 @@ from stackexp.planning.memory_use import (
     sum_bytes,
 )
 from stackexp.tables import RULE, format_table
-
-MIN_PARAMETERS = 100_000_000
-"""The speed of smaller models is not estimated: launches and memory traffic take most of their time."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,8 @@ class TrainingPlan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Throughput of all devices; None for CPUs and small models, whose speed FLOPs do not determine."""
-        if self.parameters < MIN_PARAMETERS or self.config.trainer.accelerator == "cpu":
+        """Throughput of all devices; None if it is not estimated, because FLOPs do not determine it."""
+        if self.parameters < MIN_PARAMETERS or not can_estimate_speed(self.config):
             return None
         return self.mfu * self._device.peak_flops * self.config.trainer.world_size / self.flops_per_token
 
@@ -108,7 +113,7 @@ class TrainingPlan:
         return DEVICES[self.device]
 
 
-def make_plan(config: ExperimentConfig, device: str = "h100", mfu: float = 0.4) -> TrainingPlan:
+def make_plan(config: ExperimentConfig, device: str = DEFAULT_DEVICE, mfu: float = DEFAULT_MFU) -> TrainingPlan:
     """Return the plan of a config. Its memory is computed at first access, which takes seconds."""
     model = build_meta_model(config)
     return TrainingPlan(
@@ -193,8 +198,7 @@ def _build_run_rows(plan: TrainingPlan) -> list[tuple[str, str]]:
         _build_flops_row(plan),
     ]
     if plan.tokens_per_second is None or plan.hours is None or plan.gpu_hours is None:
-        reason = f"not estimated on CPUs or below {MIN_PARAMETERS // 10**6}M parameters; run fit to measure"
-        rows.append(("speed", reason))
+        rows.append(("speed", f"{NOT_ESTIMATED}; run fit to measure"))
     else:
         hours = plan.hours
         duration = f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 3600:,.1f} seconds"

@@ -1,6 +1,13 @@
-"""GPUs with known specifications."""
+"""GPUs with known specifications, and the runs whose speed follows from them. Imports no torch."""
 
 from dataclasses import dataclass
+
+from stackexp.config.experiment import ExperimentConfig
+
+DEFAULT_DEVICE, DEFAULT_MFU = "h100", 0.4
+MIN_PARAMETERS = 100_000_000
+"""The speed of smaller models is not estimated: launches and memory traffic take most of their time."""
+NOT_ESTIMATED = f"not estimated on CPUs, on data other than text, or below {MIN_PARAMETERS // 10**6}M parameters"
 
 HEADROOM = 0.06
 """Share of device memory reserved for the CUDA context, NCCL, cuBLAS and fragmentation."""
@@ -28,3 +35,8 @@ DEVICES = {
     "b200": Device("B200", 2250e12, 178.4),
 }
 """The 80 GB variant where there are several. The first entry whose `card` is part of a device's name applies."""
+
+
+def can_estimate_speed(config: ExperimentConfig) -> bool:
+    """Return False if the speed of a run is not estimated, whatever the size of its model."""
+    return config.trainer.accelerator != "cpu" and config.data.objective == "language_modeling"

@@ -4,8 +4,10 @@ import dataclasses
 import time
 from collections import Counter
 
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
 from stackexp.files import is_locked
+from stackexp.planning.devices import DEFAULT_DEVICE, DEFAULT_MFU, NOT_ESTIMATED, can_estimate_speed
 from stackexp.sweeps import slurm
 from stackexp.sweeps.sweep import Sweep
 from stackexp.sweeps.trials import WORKERS, State, Status, Trial, read_claim, read_status
@@ -104,36 +106,39 @@ def _format_number(value: float | None, form: str) -> str:
 
 def format_dry_run(sweep: Sweep) -> str:
     """Return the trials of a sweep with their estimated cost, and what is left of it, in GPU-hours."""
-    from stackexp.planning.cost import MIN_PARAMETERS, make_plan  # imports torch, which workers do not need
-
     statuses = [read_status(trial, sweep.config.objective) for trial in sweep.trials]
-    base = make_plan(sweep.base_trial.config)
-    costs: list[tuple[float | None, float | None]] = []
-    rows = []
+    costs, rows = [], []
     for status in statuses:
         config = status.trial.config
-        hours = make_plan(config).gpu_hours
-        is_settled = status.state in (State.DONE, State.PRUNED)
-        share = 0.0 if is_settled else 1 - status.step / config.trainer.max_steps
-        costs.append((hours, None if hours is None else hours * share))
+        share = 0.0 if status.trial.is_settled else 1 - status.step / config.trainer.max_steps
+        costs.append(_estimate_cost(config, 1, share))
         sizes = [f"{config.trainer.max_steps:,}", f"{config.total_tokens:,}"]
-        rows.append([status.trial.name, status.state, *sizes, *map(_format_hours, costs[-1])])
+        rows.append([status.trial.name, status.state, *sizes, *_format_cost(costs[-1])])
     if sweep.config.search:
         count = max(0, sweep.config.search.trials - len(statuses))
-        costs.append((None if base.gpu_hours is None else count * base.gpu_hours,) * 2)
-        rows.append([f"{count} more", "not chosen", "", "", *map(_format_hours, costs[-1])])
+        costs.append(_estimate_cost(sweep.base_trial.config, count, count))
+        rows.append([f"{count} more", "not chosen", "", "", *_format_cost(costs[-1])])
     header = ["trial", "state", "steps", "tokens", "GPU-hours", "left"]
     summary = format_summary(statuses)
-    if has_estimates := any(hours is not None for hours, _ in costs):
-        total, left = (_format_hours(sum(hours or 0.0 for hours in column)) for column in zip(*costs, strict=True))
-        summary += f"; {total} GPU-hours in total, {left} left, on {base.device} at {base.mfu:.0%} of its FLOP/s"
-    if any(hours is None for hours, _ in costs):
-        which = "time of the others" if has_estimates else "time"
-        summary += f"; {which} is not estimated on CPUs or below {MIN_PARAMETERS // 10**6}M parameters"
+    known = [cost for cost in costs if cost]
+    if known:
+        total, left = _format_cost((sum(hours for hours, _ in known), sum(left for _, left in known)))
+        summary += f"; {total} GPU-hours in total, {left} left, on {DEFAULT_DEVICE} at {DEFAULT_MFU:.0%} of its FLOP/s"
+    if len(known) < len(costs):
+        summary += f"; {'time of the others' if known else 'time'} is {NOT_ESTIMATED}"
     return f"{format_table(rows, header=header, align='<<>>>>')}\n\n{summary}"
 
 
-def _format_hours(hours: float | None) -> str:
-    if hours is None:
-        return ABSENT
-    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.3g}"
+def _estimate_cost(config: ExperimentConfig, count: float, left: float) -> tuple[float, float] | None:
+    """Return the GPU-hours of `count` runs of a config, and of the `left` of them; None if they are not estimated."""
+    if not can_estimate_speed(config):
+        return None
+    from stackexp.planning.cost import make_plan  # imports torch, which takes seconds
+
+    hours = make_plan(config).gpu_hours
+    return None if hours is None else (count * hours, left * hours)
+
+
+def _format_cost(cost: tuple[float, float] | None) -> list[str]:
+    """Return the GPU-hours of a whole trial, and what is left of them."""
+    return [f"{hours:,.1f}" if hours >= 10 else f"{hours:.3g}" for hours in cost] if cost else [ABSENT, ABSENT]
