@@ -20,7 +20,6 @@ class Efficiency(Verb):
     The variants alternate with the Transformer in one process. Without --config the quickstart is measured.
     """
 
-    usage = "[OPTIONS] [KEY=VALUE ...]"
     examples = (
         "bench efficiency",
         "bench efficiency --config pretrain/stacktrans-360m data.micro_batch_size=8 --out efficiency.json",

@@ -16,7 +16,6 @@ class Average(Verb):
     --ckpt_path average.safetensors`. A run keeps trainer.keep_checkpoints checkpoints.
     """
 
-    usage = "--run FOLDER --last N --to FILE.safetensors"
     examples = ("checkpoint average --run runs/quickstart/ID --last 3 --to average.safetensors",)
 
     def add_arguments(self, parser: Parser) -> None:
@@ -53,7 +52,6 @@ class Export(Verb):
     trust_remote_code=True. The model card (README.md) holds the training data's hash, the scores and the command.
     """
 
-    usage = "--run FOLDER [--ckpt_path best|last|ema|PATH] --to FOLDER [--dtype float32|bfloat16] [--license NAME]"
     examples = (
         "checkpoint export --run runs/quickstart/ID --to my-model",
         "checkpoint export --run runs/quickstart/ID --ckpt_path best --to my-model --dtype bfloat16 --license mit",
@@ -88,7 +86,6 @@ class Consolidate(Verb):
     reader. Its metadata holds the config of the run.
     """
 
-    usage = "--run FOLDER [--ckpt_path best|last|ema|PATH] --to FILE.safetensors"
     examples = (
         "checkpoint consolidate --run runs/quickstart/ID --to model.safetensors",
         "checkpoint consolidate --run runs/quickstart/ID --ckpt_path best --to model.safetensors",
@@ -122,7 +119,6 @@ class Import(Verb):
     With --config, checks instead that the model of this config is the same, and names the keys that differ.
     """
 
-    usage = "--from FOLDER --to FILE.safetensors [--config NAME_OR_PATH] [KEY=VALUE ...]"
     examples = (
         "checkpoint import --from SmolLM2-360M --to smollm2.safetensors",
         "checkpoint import --from SmolLM2-360M --to smollm2.safetensors --config pretrain/stacktrans-360m",

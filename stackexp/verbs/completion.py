@@ -24,7 +24,6 @@ class Completion(Verb):
     `python -m` for every module that supports argcomplete.
     """
 
-    usage = "bash | zsh"
     examples = ("completion bash >> ~/.bash_completion",)
 
     def add_arguments(self, parser: Parser) -> None:

@@ -17,7 +17,6 @@ INTRODUCTIONS = {  # kind of entry -> the line above its table
 class List(Verb):
     """List the shipped configs, the recipes, and the choices for each section."""
 
-    usage = "[--json]"
     examples = ("configs list",)
 
     def add_arguments(self, parser: Parser) -> None:
@@ -39,7 +38,6 @@ class List(Verb):
 class Show(Verb):
     """Print a resolved config, then its parameters, tokens, steps and FLOPs."""
 
-    usage = "NAME_OR_PATH [KEY=VALUE ...]"
     examples = ("configs show pretrain/stacktrans-360m", "configs show ablation/queue --seed 1")
 
     def add_arguments(self, parser: Parser) -> None:
@@ -71,7 +69,6 @@ class Explain(Verb):
     Without a key, print the reference of all keys. With --config, include the kinds of its plugins.
     """
 
-    usage = "[KEY] [--config NAME_OR_PATH]"
     examples = ("configs explain model.memory.num_slots", "configs explain > docs/configuration.md")
 
     def add_arguments(self, parser: Parser) -> None:

@@ -190,7 +190,6 @@ class Fetch(Verb):
     `wget -x -nH --cut-dirs=2` writes it) or of FOLDER.
     """
 
-    usage = "v2|v3 [--only SET ...] [--to FOLDER] [--mirror URL|FOLDER]"
     examples = (
         "data fetch v2",
         "data fetch v2 v3 --only c4_en pile",
@@ -300,7 +299,6 @@ class Retokenize(Verb):
     byte are comparable across vocabularies. Complete files are kept; rerun the same command to resume.
     """
 
-    usage = "SOURCE --to FOLDER --from TOKENIZER.json --tokenizer TOKENIZER.json"
     examples = (
         "data retokenize data/olmo/v2 --to data/olmo-49152/v2 --from gpt-neox-20b.json --tokenizer tokenizer.json",
         "data retokenize ptb.npy --to data/mine --from gpt-neox-20b.json --tokenizer shards/tokenizer.json",
@@ -354,7 +352,6 @@ class Inspect(Verb):
     these. Every file is compared with its recorded hash. The exit code is 1 if a file is missing, cut short or corrupt.
     """
 
-    usage = "PATH [OPTIONS]"
     examples = (
         "data inspect shards/",
         "data inspect shards/ --figure lengths.png --samples 5 --seed 1",

@@ -1,7 +1,8 @@
 """Find the verb that a command line names, run it, and report errors in one line.
 
 The verb `data prepare` is the class `Prepare` in the module `stackexp.verbs.data`, and `fit` is `Fit` in
-`stackexp.verbs.fit`. A verb imports nothing heavy before `run` has checked the command line and the config.
+`stackexp.verbs.fit`; MODULES has the exceptions. A verb imports nothing heavy before `run` has checked the command
+line and the config.
 """
 
 import errno
@@ -31,6 +32,8 @@ SIGUSR1 or max_time with a checkpoint (rerun the command to resume), 130
 interrupted
 """
 
+MODULES = {"match": "plan", "test": "validate"}
+"""Modules of the single verbs that share one with another verb."""
 TRUST_FLAG = "--trust-plugins"
 EXHAUSTED = {  # errno -> what is wrong, and what to do
     errno.ENOSPC: ("no space left on the disk", "free some space"),
@@ -85,7 +88,7 @@ def find_verb(words: list[str], verbs: Collection[str]) -> str | None:
 def load_verb(name: str) -> tuple[Verb, Parser]:
     """Return a verb and its parser."""
     group, _, word = name.rpartition(" ")
-    module = importlib.import_module(f"stackexp.verbs.{group or word}")
+    module = importlib.import_module(f"stackexp.verbs.{group or MODULES.get(word, word)}")
     verb = getattr(module, word.capitalize())()
     description, _, notes = inspect.cleandoc(verb.__doc__).partition("\n\n")
     parser = Parser(name, description, verb.examples, verb.usage, notes)

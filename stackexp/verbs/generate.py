@@ -10,7 +10,6 @@ MIN_TEMPERATURE = 1e-3
 class Generate(Verb):
     """Continue a text with the model of a run."""
 
-    usage = "--run FOLDER [OPTIONS]"
     examples = ("generate --run runs/quickstart/ID --prompt 'def main('", "generate --run RUN --temperature 0")
 
     def add_arguments(self, parser: Parser) -> None:

@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, verb: str, description: str, examples: Sequence[str], usage: str, notes: str = "") -> None:
         super().__init__(
             prog=f"python -m stackexp {verb}",
-            usage=fill(f"python -m stackexp {verb} {usage}".rstrip(), indent=len("usage: ")),
+            usage=fill(f"python -m stackexp {verb} {usage}", indent=len("usage: ")) if usage else None,
             description=fill(description),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -91,6 +91,9 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the help text: options, notes, then examples."""
+        if self.usage is None:
+            words = super().format_usage().split()[1:]
+            self.usage = fill(" ".join([*words, *["[KEY=VALUE ...]"] * self.accepts_overrides]), indent=len("usage: "))
         examples = "".join(f"  python -m stackexp {example}\n" for example in self._examples)
         notes = [fill(self._notes), fill(OVERRIDES_HELP) if self.accepts_overrides else ""]
         self.epilog = "\n\n".join([*filter(None, notes), f"examples:\n{examples}"])
@@ -168,7 +171,7 @@ class Verb:
     The first paragraph of its docstring describes it in the help text; the other paragraphs follow the options.
     """
 
-    usage = ""
+    usage = ""  # by default argparse's
     examples: tuple[str, ...] = ()
 
     def add_arguments(self, parser: Parser) -> None:

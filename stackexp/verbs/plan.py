@@ -1,11 +1,13 @@
-"""The verb `plan`."""
+"""Predict the cost of a run, and find models of equal cost."""
 
 import json
 from argparse import Namespace
 
 from stackexp.errors import RunError
-from stackexp.planning.devices import DEVICES
+from stackexp.planning.devices import DEFAULT_DEVICE, DEFAULT_MFU, DEVICES
 from stackexp.verbs.parser import Parser, Verb
+
+VARIED = ("intermediate_size", "hidden_size", "num_layers")
 
 
 class Plan(Verb):
@@ -15,7 +17,6 @@ class Plan(Verb):
     6% of the device is reserved. Exits with 1 if the run does not fit.
     """
 
-    usage = "--config NAME_OR_PATH [OPTIONS] [KEY=VALUE ...]"
     examples = (
         "plan --config pretrain/stacktrans-7b trainer=fsdp trainer.num_nodes=8",
         "plan --config pretrain/stacktrans-360m --device a100 --mfu 0.35 --json",
@@ -23,8 +24,9 @@ class Plan(Verb):
 
     def add_arguments(self, parser: Parser) -> None:
         parser.add_config()
-        parser.add_argument("--device", default="h100", choices=DEVICES, help="type of GPU (default: %(default)s)")
-        parser.add_argument("--mfu", type=float, default=0.4, help="model FLOPs utilization (default: %(default)s)")
+        add = parser.add_argument
+        add("--device", default=DEFAULT_DEVICE, choices=DEVICES, help="type of GPU (default: %(default)s)")
+        add("--mfu", type=float, default=DEFAULT_MFU, help="model FLOPs utilization (default: %(default)s)")
         parser.add_argument("--json", action="store_true", help="print JSON")
 
     def run(self, args: Namespace) -> int:
@@ -47,4 +49,41 @@ class Plan(Verb):
                 f"plan: {format_bytes(plan.peak)} per {args.device} exceeds the usable "
                 f"{format_bytes(plan.usable_bytes)} by {excess}; {suggest_changes(plan)}"
             )
+        return 0
+
+
+class Match(Verb):
+    """Find the width or depth at which a model equals another one in parameters, FLOPs or memory.
+
+    A memory adds parameters and FLOPs, so a fair baseline is wider than the model with the memory.
+    """
+
+    examples = (
+        "match --config ablation/transformer --to ablation/stacktrans --by parameters",
+        "match --config quickstart model.memory=null --to quickstart --by flops --vary hidden_size",
+    )
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_config()
+        parser.add_argument("--to", action="append", default=[], metavar="NAME_OR_PATH", help="the model to equal")
+        by = "quantity to match: parameters, training FLOPs per token, or peak memory (default: %(default)s)"
+        parser.add_argument("--by", choices=("parameters", "flops", "memory"), default="parameters", help=by)
+        vary = f"option of the model to change: {', '.join(VARIED)} (default: {VARIED[0]})"
+        parser.add_argument("--vary", choices=VARIED, default=VARIED[0], metavar="OPTION", help=vary)
+
+    def run(self, args: Namespace) -> int:
+        """Print the override that makes both models equal, and the remaining difference."""
+        if not args.config or not args.to:
+            args.parser.error("give --config and --to; `configs list` shows the names")
+        from stackexp.config.compose import compose
+
+        config, to = compose(args.config, args.overrides), compose(args.to, [])
+        if not hasattr(config.model, args.vary):
+            args.parser.error(f"--vary {args.vary}: model.kind {config.model.kind} has no such option")
+        from stackexp.planning.match import QUANTITIES, TITLES, match_models
+
+        before = QUANTITIES[args.by](config)
+        match = match_models(args.config, args.overrides, to, args.by, args.vary)
+        print(f"{TITLES[args.by]}: {before:,.0f}, to match {match.target:,.0f}")
+        print(f"use {match.option}={match.value}: {match.quantity:,.0f} ({match.mismatch:+.4%})")
         return 0

@@ -11,8 +11,6 @@ from typing import Any
 
 from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser, Verb, at_least, split_names
 
-OUTPUT_USAGE = "[--markdown | --latex] [--tables] [--csv FILE] [--figure FILE]"
-
 
 def add_output_arguments(parser: Parser) -> None:
     """Add the output options of a report."""
@@ -47,7 +45,6 @@ def print_report(args: Namespace, build: Callable[[], Any]) -> int:
 class Compare(Verb):
     """Compare runs in one table, from their run folders. Refuses runs that were trained on different data."""
 
-    usage = "RUN ... [--figure FILE] [--different-data] [--markdown | --json]"
     examples = ("report compare runs/quickstart/* --figure loss.png",)
 
     def add_arguments(self, parser: Parser) -> None:
@@ -96,7 +93,6 @@ class Formal(Verb):
     RUNS are run folders, folders of run folders such as runs/formal_table, or a sweep's folder.
     """
 
-    usage = f"RUNS ... [--score A_B] [--curves FILE] {OUTPUT_USAGE}"
     examples = (
         "report formal runs/formal_table",
         "report formal runs/formal_table runs/formal --score 41_100 --latex --csv runs.csv",
@@ -143,7 +139,6 @@ class Ablation(Verb):
     RUNS are run folders, folders of run folders, or a sweep's folder.
     """
 
-    usage = f"RUNS ... [--baseline NAME] {OUTPUT_USAGE}"
     examples = (
         "report ablation runs/ablation",
         "report ablation runs/depth_memories --baseline transformer_wide --figure ablation.pdf",
@@ -168,7 +163,6 @@ class Scaling(Verb):
     of memory; --by separates them by options.
     """
 
-    usage = f"RUNS ... [--loss COLUMN] [--irreducible LOSS] [--by KEY,...] {OUTPUT_USAGE}"
     examples = (
         "report scaling runs/ladder --figure scaling.pdf",
         "report scaling runs/scaling --irreducible 1.7 --latex",
@@ -197,7 +191,6 @@ class Benchmarks(Verb):
     RUNS are run folders, folders of run folders, and files that `evaluate --out` wrote.
     """
 
-    usage = f"RUNS ... {OUTPUT_USAGE}"
     examples = ("report benchmarks runs/pretrain baseline.json --figure benchmarks.pdf",)
 
     def add_arguments(self, parser: Parser) -> None:
@@ -218,7 +211,6 @@ class Dynamics(Verb):
     RUNS are run folders, folders of run folders, or a sweep's folder. Unfinished runs are included.
     """
 
-    usage = f"RUNS ... [--only NAME,...] [--baseline NAME] [--smooth STEPS] {OUTPUT_USAGE}"
     examples = ("report dynamics runs/ablation --only stacktrans,queue --smooth 200 --figure dynamics.pdf",)
 
     def add_arguments(self, parser: Parser) -> None:
@@ -242,7 +234,6 @@ class Grid(Verb):
     SWEEP is a sweep's folder in runs/, a shipped name or a YAML file.
     """
 
-    usage = f"SWEEP {OUTPUT_USAGE}"
     examples = ("report grid stack_grid --figure grid.pdf", "report grid runs/stack_grid --latex")
 
     def add_arguments(self, parser: Parser) -> None:
@@ -262,7 +253,6 @@ class Actions(Verb):
     `fit --config arithmetic/addition` and `fit --config arithmetic/multiplication`.
     """
 
-    usage = f"RUNS ... [--set NAME] [--chunks N] {OUTPUT_USAGE}"
     examples = ("report actions runs/arithmetic --figure actions.pdf",)
 
     def add_arguments(self, parser: Parser) -> None:
@@ -283,7 +273,6 @@ class Actions(Verb):
 class Efficiency(Verb):
     """Compare the cost of the memories with the paper's efficiency table, from a file of `bench efficiency --out`."""
 
-    usage = f"FILE {OUTPUT_USAGE}"
     examples = ("report efficiency efficiency.json --figure efficiency.pdf",)
 
     def add_arguments(self, parser: Parser) -> None:

@@ -12,7 +12,6 @@ from stackexp.verbs.parser import Parser, Verb
 class List(Verb):
     """List the runs below a folder: state, step, training loss, best validation loss and size."""
 
-    usage = "[FOLDER ...] [--state STATE] [--json]"
     examples = ("runs list", "runs list runs/quickstart --state unfinished")
 
     def add_arguments(self, parser: Parser) -> None:
@@ -49,7 +48,6 @@ def _summarize(row: dict[str, Any]) -> dict[str, Any]:
 class Show(Verb):
     """Show a run: its state, its sessions, its checkpoints and the command that resumes it."""
 
-    usage = "RUN [--json]"
     examples = ("runs show runs/quickstart/ID",)
 
     def add_arguments(self, parser: Parser) -> None:
@@ -84,7 +82,6 @@ class Copy(Verb):
     dynamics`, `report benchmarks` and `report actions`, which need more files.
     """
 
-    usage = "RUNS ... --to FOLDER"
     examples = ("runs copy runs/ablation_small --to docs/results/ablation_small",)
 
     def add_arguments(self, parser: Parser) -> None:
@@ -116,7 +113,6 @@ class Copy(Verb):
 class Adopt(Verb):
     """Mark a run of an earlier version as a run folder, so that `fit --run` and `runs remove` accept it."""
 
-    usage = "RUN ..."
     examples = ("runs adopt runs/quickstart/ID",)
 
     def add_arguments(self, parser: Parser) -> None:
@@ -137,7 +133,6 @@ class Remove(Verb):
     Refuses folders that are not run folders, and runs that a process is using.
     """
 
-    usage = "RUN ... [--yes]"
     examples = ("runs remove runs/quickstart/ID", "runs remove runs/quickstart/ID --yes")
 
     def add_arguments(self, parser: Parser) -> None:

@@ -17,7 +17,6 @@ class Run(Verb):
     any number of workers may run at once. With --launcher slurm, the workers are submitted as an array job.
     """
 
-    usage = "SWEEP [--launcher local|slurm] [--max-parallel N] [--retries N] [--dry-run] [KEY=VALUE ...]"
     examples = ("sweep run quick_grid", "sweep run stack_grid --dry-run", "sweep run mine.yaml --max-parallel 4 seed=1")
 
     def add_arguments(self, parser: Parser) -> None:
@@ -64,7 +63,6 @@ class Status(Verb):
     SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/.
     """
 
-    usage = "SWEEP [--json] [KEY=VALUE ...]"
     examples = ("sweep status quick_grid", "sweep status runs/quick_grid")
 
     def add_arguments(self, parser: Parser) -> None:
@@ -92,7 +90,6 @@ class Stop(Verb):
     SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/. `sweep run` resumes the trials.
     """
 
-    usage = "SWEEP [KEY=VALUE ...]"
     examples = ("sweep stop quick_grid",)
 
     def add_arguments(self, parser: Parser) -> None:
@@ -118,7 +115,6 @@ class Results(Verb):
     SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/.
     """
 
-    usage = "SWEEP [--figures FOLDER] [--markdown | --json] [KEY=VALUE ...]"
     examples = ("sweep results stack_grid --figures figures/", "sweep results quick_grid --markdown")
 
     def add_arguments(self, parser: Parser) -> None:

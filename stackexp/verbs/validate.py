@@ -1,4 +1,4 @@
-"""The verb `validate`."""
+"""Score a model on its validation sets or test sets."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -83,6 +83,16 @@ class Validate(Verb):
 
         evaluate(request)
         return 0
+
+
+class Test(Validate):
+    """Score a model on every test set, or on --sets: loss, perplexity and bits per byte.
+
+    For formal languages: accuracy at each length up to data.eval_max_length, as a table and a curve.
+    """
+
+    stage = "test"
+    examples = tuple(e.replace("validate", "test", 1) for e in Validate.examples if "--by_position" not in e)
 
 
 def _check_arguments(args: Namespace) -> None:
