@@ -7,8 +7,7 @@ from typing import Any
 import yaml
 
 from stackexp.config.compose import compose, to_dict
-from stackexp.reports.formal.records import collect_results
-from stackexp.reports.formal.tables import build_formal
+from stackexp.reports.formal import build_formal
 from stackexp.reports.report import format_report
 from stackexp.tasks import TASKS
 
@@ -68,7 +67,7 @@ def finish(
 
 
 def format_formal(runs: Path, lengths: tuple[int, int] = ALL_LENGTHS) -> str:
-    return format_report(build_formal(collect_results([runs], lengths)), "markdown")
+    return format_report(build_formal([runs], lengths), "markdown")
 
 
 def read_row(text: str, task: str) -> dict[str, str]:

@@ -54,7 +54,7 @@ MISTAKES = {
     "data prepare a --to b": "data prepare: give either --tokenizer FILE, or --vocab-size N",
     "data prepare a --to b --vocab-size 3": "data prepare: argument --vocab-size: expected an integer >= 300, found 3",
     "data prepare a --config quickstart": "data prepare: --config prepares the config's own corpus; it takes only",
-    "report compare x --markdown --json": "report compare: argument --json: not allowed with argument --markdown",
+    "report compare x --markdown --latex": "report compare: argument --latex: not allowed with argument --markdown",
     "data prepare --config formal/quick": "data prepare: data.kind formal_language has no corpus of its own",
     "data prepare a --to b --part 3/2": "data prepare: argument --part: expected I/N with 1 <= I <= N, such as",
     "report ablation x --figure a.xyz": "report ablation: --figure a.xyz: must end in .png, .pdf, .svg",
@@ -64,7 +64,7 @@ MISTAKES = {
     "report all none": "report all: none: no such folder; give a folder of runs",
     "report all . --out a.txt": "report all: --out a.txt: must end in .html",
     "report formal x --csv table.txt": "report formal: --csv table.txt: must end in .csv",
-    "report formal x --score 500": "report formal: --score: expected a range of lengths such as 41_500, found 500",
+    "report formal x --score 500": "report formal: argument --score: expected a range of lengths such as 41_500, found",
 }
 
 

@@ -7,8 +7,8 @@ import pytest
 from formal_runs import ALL_LENGTHS, MODELS, finish, write_run
 
 from stackexp.reports.figures import abbreviate_thousands, label_curves, new_figure, save_figure
-from stackexp.reports.formal.figures import draw_bars, draw_curves
-from stackexp.reports.formal.records import collect_results
+from stackexp.reports.formal import draw_bars, draw_curves
+from stackexp.reports.formal_runs import collect_results
 
 
 def test_thousands_are_abbreviated():

@@ -16,8 +16,7 @@ from stackexp.data.olmo import NAMES
 from stackexp.errors import RunError
 from stackexp.evaluation.scores import write_chunk_losses
 from stackexp.reports.ablation import PAPER, build_ablation, contradicts_itself
-from stackexp.reports.arms import CHOICES, find_variant, load_arms
-from stackexp.reports.differences import COLUMNS, compare_arms, compute_difference
+from stackexp.reports.arms import CHOICES, COLUMNS, compare_arms, compute_difference, find_variant, load_arms
 from stackexp.reports.report import Report, format_report
 from stackexp.tables import ABSENT
 

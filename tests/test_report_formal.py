@@ -11,19 +11,10 @@ from formal_runs import ALL_LENGTHS, MODELS, NEAR_LENGTHS, finish, format_formal
 from stackexp.cli import main
 from stackexp.config.data import get_model_label
 from stackexp.errors import RunError
-from stackexp.reports.formal import tables
-from stackexp.reports.formal.figures import build_curve
-from stackexp.reports.formal.records import (
-    COLUMNS,
-    TABLE_1,
-    Results,
-    collect_results,
-    find_column,
-    get_printed_score,
-)
-from stackexp.reports.formal.tables import build_formal
-from stackexp.reports.latex import escape_latex
-from stackexp.reports.report import format_report
+from stackexp.reports import formal
+from stackexp.reports.formal import build_curve, build_formal
+from stackexp.reports.formal_runs import COLUMNS, TABLE_1, Results, collect_results, get_printed_score
+from stackexp.reports.report import escape_latex, format_report
 from stackexp.tables import ABSENT
 from stackexp.tasks import TASKS
 
@@ -32,7 +23,7 @@ from stackexp.tasks import TASKS
 def runs(tmp_path, monkeypatch) -> Path:
     """The path runs/formal_table in an empty working directory; shipped recipes are not composed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tables, "_compose_recipe", lambda name: None)
+    monkeypatch.setattr(formal, "_compose_recipe", lambda name: None)
     return Path("runs/formal_table")
 
 
@@ -46,12 +37,12 @@ def test_column_follows_from_the_config(runs):
     for model in MODELS:
         finish(write_run(runs / model, model, "even_pairs"), beyond=0.5)
     report = collect_results([runs], ALL_LENGTHS)
-    assert {run.path.name: run.column for run in report.runs} == dict(zip(COLUMNS, COLUMNS, strict=True))
-    config = dict(report.cells["even_pairs", "StackTrans"].runs[0].config)
-    assert find_column(config | {"model.memory.axis": "token_major"}) == "StackTrans"
-    assert find_column(config | {"model.memory.discipline": "queue"}) is None
+    assert {Path(run.row["path"]).name: run.column for run in report.runs} == dict(zip(COLUMNS, COLUMNS, strict=True))
+    row = report.cells["even_pairs", "StackTrans"].runs[0].row
+    assert get_model_label(row | {"model.memory.axis": "token_major"}) == COLUMNS["StackTrans"]
+    assert get_model_label(row | {"model.memory.discipline": "queue"}) not in COLUMNS.values()
     queue = {"model.memory.discipline": "queue", "model.memory.axis": "depth"}
-    assert get_model_label(config | queue) == "stacktrans-depth-queue"
+    assert get_model_label(row | queue) == "stacktrans-depth-queue"
     assert get_model_label({"model.kind": "transformer", "model.memory.kind": "mine"}) == "mine"
 
 
@@ -234,8 +225,8 @@ def test_curve_has_the_range_of_the_seeds_where_all_were_tested(report):
     assert (low[-1], median[-1], high[-1]) == (pytest.approx(0.5), pytest.approx(0.525), pytest.approx(0.55))
 
 
-def test_latex_is_escaped(report):
-    text = format_report(build_formal(report), "latex")
+def test_latex_is_escaped(report, runs):
+    text = format_report(build_formal([runs], ALL_LENGTHS), "latex")
     collapsed = " ".join(text.split())
     assert r"even\_pairs & 0.52$\downarrow$ / 0.49 (2)$\ddagger$ & 1.00 &" in collapsed
     assert r"& \textbf{0.78} / 0.75 (2) & 0.49 &" in collapsed

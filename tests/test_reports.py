@@ -11,8 +11,10 @@ from stackexp.errors import RunError
 from stackexp.evaluation.scores import format_scores
 from stackexp.files import append_json_line
 from stackexp.frame import list_rows, load_runs, read_run
-from stackexp.reports.compare import draw_losses, format_comparison, name_runs
-from stackexp.reports.differences import check_same_data
+from stackexp.reports.arms import check_same_data
+from stackexp.reports.compare import build_comparison, draw_losses, name_runs
+from stackexp.reports.figures import save_figure
+from stackexp.reports.report import format_report
 from stackexp.runs import RunFolder
 from stackexp.tables import RULE, format_table
 
@@ -62,6 +64,11 @@ def test_table_aligns_columns_in_each_style():
     assert format_table([("a", "bb"), ("ccc", "d")]) == "a    bb\nccc  d"
 
 
+def format_comparison(runs) -> list[str]:
+    """Return the lines of the Markdown table of `report compare`."""
+    return format_report(build_comparison(runs, different_data=True), "markdown").splitlines()[2:]
+
+
 def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys):
     folders = []
     bigrams = {"loss": 4.0, "perplexity": 54.6}
@@ -72,7 +79,7 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys):
         language_runs.finish(folder.path, loss, **scores, bigrams={"sets": {"left": bigrams}, "average": bigrams})
         folders.append(folder)
     runs = [folder.path for folder in folders]
-    rows = format_comparison(list_rows(load_runs(runs)), "markdown").splitlines()
+    rows = format_comparison(runs)
     cells = [cell.strip() for cell in rows[2].split("|")[1:-1]]
     assert cells[:7] == ["one", "finished", "10", "10,240", "1,000", "0", "1.500"]
     assert cells[7:] == ["2.000 / 4.00", "2.000 / 4.00", "1.000"]
@@ -80,20 +87,20 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys):
     assert [row.split("|")[1].strip() for row in rows[4:]] == ["bigram counts"], "one row for the same tokens"
     assert "4.000 / 54.60" in rows[4]
     assert main(["report", "compare", str(tmp_path), "--different-data"]) == 0, "a folder of runs"
-    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert len(capsys.readouterr().out.splitlines()) == 7
     assert main(["report", "compare", str(tmp_path)]) == 1
     assert "trained on other data than" in capsys.readouterr().err
     other = json.loads(folders[1].result.read_text())
     folders[1].result.write_text(json.dumps(other | {"bigrams": other["bigrams"] | {"average": {"loss": 4.5}}}))
-    rows = format_comparison(list_rows(load_runs(runs)), "markdown").splitlines()
+    rows = format_comparison(runs)
     assert ["bigram counts (data of " in row for row in rows[4:]] == [True, True]
     folders[1].result.unlink()
     found = list_rows(load_runs(runs))
-    rows = format_comparison(found).splitlines()
-    assert rows[3].split() == ["two", "unfinished", "2", "2,048", *"\u2013\u2013", "2.000", *"\u2013\u2013\u2013"]
+    cells = [cell.strip() for cell in format_comparison(runs)[3].split("|")[1:-1]]
+    assert cells == ["two", "unfinished", "2", "2,048", *"\u2013\u2013", "2.000", *"\u2013\u2013\u2013"]
     again = {"path": str(runs[0].parent / "later")}
     assert name_runs([*found, again]) == ["one/id", "two", "one/later"]
-    draw_losses(found, tmp_path / "loss.png")
+    save_figure(draw_losses(found), tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

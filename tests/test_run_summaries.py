@@ -125,7 +125,7 @@ def test_damaged_records_never_cause_a_traceback(run, capsys, file):
         ["runs", "list"],
         ["runs", "show", str(run.path)],
         [*compare, "--figure", "x.png"],
-        [*compare, "--json"],
+        [*compare, "--csv", "x.csv"],
     )
     for _ in range(10):
         path.write_bytes(mutate(original, generator))

@@ -14,7 +14,16 @@ from stackexp.errors import RunError
 from stackexp.frame import Row, get_options, get_scores
 from stackexp.reports.arms import (
     CHOICES,
+    COLUMNS,
+    OTHER,
+    TRAINING,
     Arms,
+    Comparison,
+    Difference,
+    Losses,
+    average_sets,
+    compare_arms,
+    compute_flops,
     describe_sweep,
     describe_unfinished,
     find_baseline,
@@ -22,23 +31,12 @@ from stackexp.reports.arms import (
     list_paths,
     list_seeds,
     load_arms,
+    name_sets,
     rank_arm,
+    read_losses,
     select_finished,
 )
 from stackexp.reports.compare import format_loss
-from stackexp.reports.differences import (
-    COLUMNS,
-    OTHER,
-    TRAINING,
-    Comparison,
-    Difference,
-    Losses,
-    average_sets,
-    compare_arms,
-    compute_flops,
-    name_sets,
-    read_losses,
-)
 from stackexp.reports.figures import new_figure
 from stackexp.reports.report import PALETTE, Report, Table
 from stackexp.tables import ABSENT

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.errors import RunError
-from stackexp.frame import Row, get_scores
+from stackexp.frame import Row, get_scores, list_rows, load_runs
 from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
-from stackexp.reports.arms import find_differences
-from stackexp.reports.figures import abbreviate_thousands, label_curves, new_figure, save_figure, smooth_losses
+from stackexp.reports.arms import check_same_data, find_differences
+from stackexp.reports.figures import abbreviate_thousands, label_curves, new_figure, smooth_losses
+from stackexp.reports.report import Report, Table
 from stackexp.runs import RunFolder
-from stackexp.tables import ABSENT, Style, format_table
+from stackexp.tables import ABSENT, format_table
 
 TRIAL_ID = re.compile(r"-[0-9a-f]{8}$")
 SMOOTHED_STEPS = 10
@@ -80,12 +81,24 @@ def format_run(row: Row, details: dict[str, Any]) -> str:
     return format_table(lines)
 
 
-def format_comparison(rows: Sequence[Row], style: Style = "terminal") -> str:
-    """Return a table with one line per run: its state, steps and sizes, its training loss and its final scores.
+def build_comparison(paths: Sequence[Path], different_data: bool = False) -> Report:
+    """Build a table with one row per run: its state, steps and sizes, its training loss and its final scores.
 
     Runs on tokens have loss / perplexity on every set; runs on formal languages have their task and scores. Runs
     without a result have no scores. Small models get a last row: the scores of bigram counts of their training tokens.
+    Raises RunError if there are no runs, or if their training data differ and `different_data` is false.
     """
+    rows = list_rows(load_runs(paths))
+    if not rows:
+        raise RunError(f"{', '.join(map(str, paths))}: no run folders; give run folders or folders of them")
+    notes = [f"damaged: {row['problem']}" for row in rows if row["problem"]]
+    notes += [] if different_data else check_same_data(rows)
+    if has_repetitions(rows):
+        notes.append("`report ablation` gives the means over the seeds, and differences with intervals")
+    return Report([_build_table(rows)], notes, rows, lambda: draw_losses(rows))
+
+
+def _build_table(rows: Sequence[Row]) -> Table:
     names = name_runs(rows)
     sets = list(dict.fromkeys(name for row in rows for name in get_scores(row)))
     named = ("task", "operation", "held_out_accuracy")
@@ -106,7 +119,7 @@ def format_comparison(rows: Sequence[Row], style: Style = "terminal") -> str:
         label = "bigram counts" + f" (data of {owner})" * (len(counted) > 1)
         cells = [ABSENT, ABSENT, f"{row['tokens']:,}", *[ABSENT] * (3 + len(formal))]
         lines.append([label, *cells, *_format_sets(row, "bigrams", sets)])
-    return format_table(lines, header=header, align="<<" + ">" * (len(header) - 2), style=style)
+    return Table("Runs", header, lines, num_labels=2)
 
 
 def _format_score(value: float | str) -> str:
@@ -156,7 +169,7 @@ def read_curve(folder: RunFolder, tag: str) -> tuple[array, array]:
     return tokens, values
 
 
-def draw_losses(rows: Sequence[Row], path: Path) -> None:
+def draw_losses(rows: Sequence[Row]) -> Any:
     """Plot the training loss and the mean validation loss of each run against tokens, in one color per run."""
     folders = [RunFolder(Path(row["path"])) for row in rows]
     if not any(folder.metrics.exists() for folder in folders):
@@ -176,4 +189,4 @@ def draw_losses(rows: Sequence[Row], path: Path) -> None:
     axes.legend()
     abbreviate_thousands(axes.xaxis)
     label_curves(axes, curves)
-    save_figure(figure, path)
+    return figure

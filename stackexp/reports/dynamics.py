@@ -12,8 +12,11 @@ from stackexp.frame import Row
 from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.reports.arms import (
     Arms,
+    compare_arms,
+    compute_difference,
     describe_sweep,
     describe_unfinished,
+    explain_other_data,
     find_arm,
     find_baseline,
     list_seeds,
@@ -21,7 +24,6 @@ from stackexp.reports.arms import (
     rank_arm,
 )
 from stackexp.reports.compare import read_curve
-from stackexp.reports.differences import compare_arms, compute_difference, explain_other_data
 from stackexp.reports.figures import abbreviate_thousands, new_figure, smooth_losses
 from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table
 from stackexp.runs import RunFolder

@@ -15,13 +15,11 @@ from stackexp.reports.benchmarks import build_benchmarks
 from stackexp.reports.dynamics import build_dynamics
 from stackexp.reports.efficiency import build_efficiency, read_record
 from stackexp.reports.figures import save_figure
-from stackexp.reports.formal.records import collect_results
-from stackexp.reports.formal.tables import build_formal
+from stackexp.reports.formal import build_formal
 from stackexp.reports.grid import build_grid, find_sweeps
 from stackexp.reports.report import Report, Table
 from stackexp.reports.scaling import build_scaling
 
-LENGTHS = (41, 500)
 MAX_NOTES = 6
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1340px; padding: 0 1em; color: #222 }
@@ -80,7 +78,7 @@ def _list_builders(folder: Path) -> Iterator[tuple[str, Builder]]:
             continue
         yield f"Efficiency: {path.name}", partial(build_efficiency, path)
     yield "Benchmarks", partial(build_benchmarks, [folder])
-    yield "Formal languages", lambda: build_formal(collect_results([folder], LENGTHS))
+    yield "Formal languages", partial(build_formal, [folder])
 
 
 def _format_section(title: str, report: Report, image: Path) -> str:

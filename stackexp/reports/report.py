@@ -3,12 +3,11 @@
 import csv
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from stackexp.reports.latex import format_float
-from stackexp.tables import Style, format_table
+from stackexp.tables import ABSENT, Style, format_table
 from stackexp.terminal import wrap_text
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c8c8c")
@@ -17,6 +16,13 @@ LINE_STYLES = ("-", "--", ":", "-.")
 MARKERS = "osD^vPX*"
 MAX_LATEX_WIDTH = 50
 """LaTeX wraps columns of text that are longer, in characters."""
+LONG_COLUMN = r"p{0.6\textwidth}"
+LATEX_SYMBOLS = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+    **{"<": r"\textless{}", ">": r"\textgreater{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}"},
+    **{"↓": r"$\downarrow$", "†": r"$\dagger$", "‡": r"$\ddagger$", ABSENT: "--"},
+}
 
 
 @dataclass(frozen=True)
@@ -69,21 +75,42 @@ def _star(cell: str) -> str:
 
 
 def _format_latex(report: Report) -> str:
-    """Return the tables as floats, with the notes below the last one. Commands become comments."""
+    """Return the tables as floats as wide as the text, with the notes below the last one. Commands become comments."""
     lines = ["% Needs \\usepackage{booktabs,graphicx}.", *(f"% {note}" for note in report.notes if "`" in note)]
-    footnotes = [note for note in report.notes if "`" not in note]
     for table in report.tables:
-        columns = "".join(map(_get_latex_column, table.align, zip(table.header, *table.rows, strict=True)))
-        notes = footnotes if table is report.tables[-1] else []
-        lines += format_float(table.title, columns, table.header, table.rows, notes)
+        header, *rows = ([_convert_cell(cell) for cell in row] for row in (table.header, *table.rows))
+        is_long = [max(map(len, cells)) > MAX_LATEX_WIDTH for cells in zip(table.header, *table.rows, strict=True)]
+        columns = ["r" if a == ">" else LONG_COLUMN if b else "l" for a, b in zip(table.align, is_long, strict=True)]
+        lines += [
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{escape_latex(table.title)}}}",
+            rf"\resizebox{{\textwidth}}{{!}}{{\begin{{tabular}}{{{''.join(columns)}}}",
+            format_table(rows, header=header, style="latex"),
+            r"\end{tabular}}",
+        ]
+        if table is report.tables[-1]:
+            notes = [note for note in report.notes if "`" not in note]
+            lines += [rf"\par\raggedright\footnotesize {escape_latex(note)}" for note in notes]
+        lines.append(r"\end{table}")
     return "\n".join(lines)
 
 
-def _get_latex_column(side: str, cells: Sequence[str]) -> str:
-    """Return the LaTeX specification of a column; long text is wrapped."""
-    if side == "<" and max(map(len, cells)) > MAX_LATEX_WIDTH:
-        return r"p{0.6\textwidth}"
-    return "l" if side == "<" else "r"
+def escape_latex(text: str) -> str:
+    """Escape text for LaTeX; `code` becomes typewriter text that may break after / _ = . and -."""
+    parts = text.split("`")
+    for i, part in enumerate(parts):
+        parts[i] = "".join(LATEX_SYMBOLS.get(character, character) for character in part)
+        if i % 2:
+            parts[i] = r"\texttt{" + re.sub(r"(/|\\_|=|\.|-)", r"\1\\allowbreak{}", parts[i]) + "}"
+    return "".join(parts)
+
+
+def _convert_cell(cell: str) -> str:
+    """Return a cell in LaTeX, with `**bold**` and `*italic*` text and minus signs."""
+    text = re.sub(r"(?<![\w.])-(?=\d)", "$-$", escape_latex(cell))
+    text = re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text)
+    return re.sub(r"\*(.+?)\*", r"\\emph{\1}", text)
 
 
 def format_csv(records: list[dict[str, Any]]) -> str:

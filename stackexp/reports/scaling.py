@@ -17,24 +17,22 @@ from stackexp.errors import RunError
 from stackexp.frame import Row, get_options
 from stackexp.modules.scores import NORMAL_QUANTILE, get_t_quantile
 from stackexp.reports.arms import (
+    OTHER,
+    TRAINING,
+    DataRecord,
+    compare_data,
     describe_sweep,
     describe_unfinished,
     find_variant,
     list_paths,
     list_seeds,
     load_arms,
-    select_finished,
-)
-from stackexp.reports.differences import (
-    OTHER,
-    TRAINING,
-    DataRecord,
-    compare_data,
     name_sets,
     read_data_record,
     read_losses,
+    select_finished,
 )
-from stackexp.reports.differences import SIZES as MODEL_SIZES
+from stackexp.reports.arms import SIZES as MODEL_SIZES
 from stackexp.reports.figures import new_figure
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
 from stackexp.sweeps.grid import format_value, shorten_keys

@@ -1,288 +1,225 @@
 """Compare runs in tables and figures."""
 
+import argparse
 import dataclasses
-import json
+import importlib
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser, Verb, at_least, split_names
 
-
-def add_output_arguments(parser: Parser) -> None:
-    """Add the output options of a report."""
-    style = parser.add_mutually_exclusive_group()
-    style.add_argument("--markdown", action="store_true", help="print Markdown tables")
-    style.add_argument("--latex", action="store_true", help="print LaTeX tables with booktabs rules")
-    parser.add_argument("--tables", action="store_true", help="print only the tables, without notes")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures with full precision into this file")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the figure into this .png, .pdf or .svg file")
+Argument = tuple[str, dict[str, Any]]
+"""Name and settings of an argument, as for `ArgumentParser.add_argument`."""
 
 
-def print_report(args: Namespace, build: Callable[[], Any]) -> int:
-    """Build a report and write it as requested."""
-    args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
-    args.parser.check_output("--csv", args.csv, [".csv"])
-    from stackexp.reports.figures import save_figure
-    from stackexp.reports.report import format_csv, format_report
-
-    report = build()
-    if args.tables:
-        report = dataclasses.replace(report, notes=[])
-    print(format_report(report, "markdown" if args.markdown else "latex" if args.latex else "terminal"))
-    if args.csv:
-        args.csv.write_text(format_csv(report.records), encoding="utf-8")
-    if args.figure and report.draw is None:
-        print(f"{args.figure}: not drawn, there is nothing to compare yet", file=sys.stderr)
-    elif args.figure:
-        save_figure(report.draw(), args.figure)
-    return 0
+def argument(name: str, metavar: str, description: str, **settings: Any) -> Argument:
+    """Return an argument of a report."""
+    return name, {"metavar": metavar, "help": description} | settings
 
 
-class Compare(Verb):
-    """Compare runs in one table, from their run folders. Refuses runs that were trained on different data."""
+def parse_lengths(text: str) -> tuple[int, int]:
+    """Return a range of lengths such as 41_500."""
+    match = re.fullmatch(r"(\d+)_(\d+)", text)
+    first, last = (int(match[1]), int(match[2])) if match else (1, 0)
+    if not 1 <= first <= last:
+        raise argparse.ArgumentTypeError(f"expected a range of lengths such as 41_500, found {text}")
+    return first, last
 
-    examples = ("report compare runs/quickstart/* --figure loss.png",)
+
+class ReportVerb(Verb):
+    """A report of runs, with options for its output.
+
+    `builder` is the function that builds it, as "module:function" in stackexp. Its parameters are the destinations of
+    the arguments: `source`, which is positional, and `options`.
+    """
+
+    builder = ""
+    source = argument("paths", "RUNS", "run folders, or folders of run folders", nargs="+", type=Path)
+    options: tuple[Argument, ...] = ()
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders of run folders")
-        parser.add_argument("--figure", type=Path, metavar="FILE", help="plot the losses into this file")
+        parameters = [parser.add_argument(name, **settings).dest for name, settings in (self.source, *self.options)]
+        parser.set_defaults(parameters=parameters)
         style = parser.add_mutually_exclusive_group()
-        style.add_argument("--markdown", action="store_true", help="print a Markdown table")
-        style.add_argument(
-            "--json", action="store_true", help="print a list of objects: state, options, result and scores of each run"
+        style.add_argument("--markdown", action="store_true", help="print Markdown tables")
+        style.add_argument("--latex", action="store_true", help="print LaTeX tables with booktabs rules")
+        parser.add_argument("--tables", action="store_true", help="print only the tables, without notes")
+        parser.add_argument(
+            "--csv", type=Path, metavar="FILE", help="write the figures with full precision to this file"
         )
-        parser.add_argument("--different-data", action="store_true", help="compare runs even if their data differ")
+        parser.add_argument(
+            "--figure", type=Path, metavar="FILE", help="draw the figure to this .png, .pdf or .svg file"
+        )
 
     def run(self, args: Namespace) -> int:
+        """Build the report and write it as requested."""
         args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
-        from stackexp import runs
-        from stackexp.frame import list_rows, load_runs
-        from stackexp.reports.compare import draw_losses, format_comparison, has_repetitions
-        from stackexp.reports.differences import check_same_data
+        args.parser.check_output("--csv", args.csv, [".csv"])
+        from stackexp.reports.figures import save_figure
+        from stackexp.reports.report import format_csv, format_report
 
-        for path in args.runs:
-            if not Path(path).is_dir():
-                runs.open_run(path)  # raises an error
-        rows = list_rows(load_runs(args.runs))
-        if not rows:
-            args.parser.error(f"{', '.join(args.runs)}: no run folders; give run folders or folders of them")
-        for row in rows:
-            if row["problem"]:
-                print(f"damaged: {row['problem']}", file=sys.stderr)
-        if not args.different_data:
-            for note in check_same_data(rows):
-                print(note, file=sys.stderr)
-        if args.json:
-            print(json.dumps(rows, indent=2))
-        else:
-            print(format_comparison(rows, "markdown" if args.markdown else "terminal"))
-            if has_repetitions(rows):
-                print("\n`report ablation` gives the means over the seeds, and differences with intervals")
-        if args.figure:
-            draw_losses(rows, args.figure)
+        module, _, function = self.builder.partition(":")
+        build = getattr(importlib.import_module(f"stackexp.{module}"), function)
+        report = build(**{name: getattr(args, name) for name in args.parameters})
+        if args.tables:
+            report = dataclasses.replace(report, notes=[])
+        print(format_report(report, "markdown" if args.markdown else "latex" if args.latex else "terminal"))
+        if args.csv:
+            args.csv.write_text(format_csv(report.records), encoding="utf-8")
+        if args.figure and report.draw is None:
+            print(f"{args.figure}: not drawn, there is nothing to compare yet", file=sys.stderr)
+        elif args.figure:
+            save_figure(report.draw(), args.figure)
         return 0
 
 
-class Formal(Verb):
+class Compare(ReportVerb):
+    """Compare runs in one table, from their run folders. Refuses runs that were trained on different data.
+
+    The CSV file has state, options, result and scores of each run.
+    """
+
+    builder = "reports.compare:build_comparison"
+    examples = ("report compare runs/quickstart/* --figure loss.png",)
+    options = (("--different-data", {"action": "store_true", "help": "compare runs even if their data differ"}),)
+
+
+class Formal(ReportVerb):
     """Compare runs on formal languages with Table 1 of the paper, from their run folders.
 
     RUNS are run folders, folders of run folders such as runs/formal_table, or a sweep's folder.
     """
 
+    builder = "reports.formal:build_formal"
     examples = (
         "report formal runs/formal_table",
         "report formal runs/formal_table runs/formal --score 41_100 --latex --csv runs.csv",
         "report formal runs/formal_table --figure bars.png --curves curves.pdf",
     )
-
-    def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
-        parser.add_argument("--score", default="41_500", metavar="A_B", help="range of lengths (default: %(default)s)")
-        parser.add_argument(
-            "--curves", type=Path, metavar="FILE", help="plot the accuracy against length for each task"
-        )
-        add_output_arguments(parser)
+    options = (
+        argument(
+            "--score",
+            "A_B",
+            "range of lengths (default: %(default)s)",
+            dest="lengths",
+            type=parse_lengths,
+            default="41_500",
+        ),
+        argument("--curves", "FILE", "plot the accuracy against length for each task", type=Path),
+    )
 
     def run(self, args: Namespace) -> int:
-        lengths = _parse_lengths(args)
         args.parser.check_output("--curves", args.curves, FIGURE_SUFFIXES)
-        from stackexp.reports.figures import save_figure
-        from stackexp.reports.formal.figures import draw_curves
-        from stackexp.reports.formal.records import collect_results
-        from stackexp.reports.formal.tables import build_formal
-        from stackexp.reports.report import Report
-
-        def build() -> Report:
-            results = collect_results(args.runs, lengths)
-            if args.curves:
-                save_figure(draw_curves(results), args.curves)
-            return build_formal(results)
-
-        return print_report(args, build)
+        return super().run(args)
 
 
-def _parse_lengths(args: Namespace) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)_(\d+)", args.score)
-    first, last = (int(match[1]), int(match[2])) if match else (1, 0)
-    if not 1 <= first <= last:
-        args.parser.error(f"--score: expected a range of lengths such as 41_500, found {args.score}")
-    return first, last
-
-
-class Ablation(Verb):
+class Ablation(ReportVerb):
     """Compare the variants of a model with the paper's ablation, with differences from a baseline, paired by seed.
 
     RUNS are run folders, folders of run folders, or a sweep's folder.
     """
 
+    builder = "reports.ablation:build_ablation"
     examples = (
         "report ablation runs/ablation",
         "report ablation runs/depth_memories --baseline transformer_wide --figure ablation.pdf",
     )
-
-    def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
-        baseline = "run to compare with (default: the Transformer without a memory)"
-        parser.add_argument("--baseline", metavar="NAME", help=baseline)
-        add_output_arguments(parser)
-
-    def run(self, args: Namespace) -> int:
-        from stackexp.reports.ablation import build_ablation
-
-        return print_report(args, lambda: build_ablation(args.runs, args.baseline))
+    options = (argument("--baseline", "NAME", "run to compare with (default: the Transformer without a memory)"),)
 
 
-class Scaling(Verb):
+class Scaling(ReportVerb):
     """Fit power laws of the loss against parameters and against tokens, for each family of models.
 
     RUNS are run folders, folders of run folders, or a sweep's folder. Families are the paper's variants and the kinds
     of memory; --by separates them by options.
     """
 
+    builder = "reports.scaling:build_scaling"
     examples = (
         "report scaling runs/ladder --figure scaling.pdf",
         "report scaling runs/scaling --irreducible 1.7 --latex",
         "report scaling runs/ladder --by optimizer.lr",
     )
-
-    def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
-        loss = "training loss, V2, V3 or average (default: the first of V2, average, training loss that all runs have)"
-        parser.add_argument("--loss", choices=("training loss", "V2", "V3", "average"), metavar="COLUMN", help=loss)
-        irreducible = "loss that no size removes (default: 0)"
-        parser.add_argument("--irreducible", type=float, default=0.0, metavar="LOSS", help=irreducible)
-        parser.add_argument("--by", metavar="KEY,...", help="options whose values separate families as well")
-        add_output_arguments(parser)
-
-    def run(self, args: Namespace) -> int:
-        from stackexp.reports.scaling import build_scaling
-
-        by = split_names(args.by or "")
-        return print_report(args, lambda: build_scaling(args.runs, args.loss, args.irreducible, by))
+    options = (
+        argument(
+            "--loss",
+            "COLUMN",
+            "training loss, V2, V3 or average (default: the first of V2, average, training loss that all runs have)",
+            dest="measure",
+            choices=("training loss", "V2", "V3", "average"),
+        ),
+        argument("--irreducible", "LOSS", "loss that no size removes (default: 0)", type=float, default=0.0),
+        argument("--by", "KEY,...", "options whose values separate families as well", type=split_names, default=()),
+    )
 
 
-class Benchmarks(Verb):
+class Benchmarks(ReportVerb):
     """Compare the benchmarks of runs and baselines: a table of tasks, and the average over the training tokens.
 
     RUNS are run folders, folders of run folders, and files that `evaluate --out` wrote.
     """
 
+    builder = "reports.benchmarks:build_benchmarks"
     examples = ("report benchmarks runs/pretrain baseline.json --figure benchmarks.pdf",)
 
-    def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument(
-            "runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or files of evaluate --out"
-        )
-        add_output_arguments(parser)
 
-    def run(self, args: Namespace) -> int:
-        from stackexp.reports.benchmarks import build_benchmarks
-
-        return print_report(args, lambda: build_benchmarks(args.runs))
-
-
-class Dynamics(Verb):
+class Dynamics(ReportVerb):
     """Compare the training losses of runs over the tokens, raw and smoothed, and find where they cross the baseline.
 
     RUNS are run folders, folders of run folders, or a sweep's folder. Unfinished runs are included.
     """
 
+    builder = "reports.dynamics:build_dynamics"
     examples = ("report dynamics runs/ablation --only stacktrans,queue --smooth 200 --figure dynamics.pdf",)
-
-    def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
-        parser.add_argument("--only", metavar="NAME,...", help="runs to show (default: all, or the paper's two)")
-        parser.add_argument("--baseline", metavar="NAME", help="run to compare with (default: the Transformer)")
-        smooth = "steps in a moving average (default: 4 %% of all)"
-        parser.add_argument("--smooth", type=at_least(1), metavar="STEPS", help=smooth)
-        add_output_arguments(parser)
-
-    def run(self, args: Namespace) -> int:
-        from stackexp.reports.dynamics import build_dynamics
-
-        only = split_names(args.only or "")
-        return print_report(args, lambda: build_dynamics(args.runs, only, args.baseline, args.smooth))
+    options = (
+        argument("--only", "NAME,...", "runs to show (default: all, or the paper's two)", type=split_names, default=()),
+        argument("--baseline", "NAME", "run to compare with (default: the Transformer)"),
+        argument("--smooth", "STEPS", "steps in a moving average (default: 4 %% of all)", type=at_least(1)),
+    )
 
 
-class Grid(Verb):
+class Grid(ReportVerb):
     """Show the loss over the stack's heads (H), slot size (d_s) and slots (S), from the trials of a sweep.
 
     SWEEP is a sweep's folder in runs/, a shipped name or a YAML file.
     """
 
+    builder = "reports.grid:build_grid"
     examples = ("report grid stack_grid --figure grid.pdf", "report grid runs/stack_grid --latex")
-
-    def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("sweep", metavar="SWEEP", help="a sweep's folder, a shipped name or a YAML file")
-        add_output_arguments(parser)
-
-    def run(self, args: Namespace) -> int:
-        from stackexp.reports.grid import build_grid
-
-        return print_report(args, lambda: build_grid(args.sweep))
+    source = argument("target", "SWEEP", "a sweep's folder, a shipped name or a YAML file")
 
 
-class Actions(Verb):
+class Actions(ReportVerb):
     """Show when runs push and pop: the probability of each action over the layers, as in the paper's action study.
 
     RUNS are run folders or folders of run folders. Runs without a stack are skipped. To run the paper's study:
     `fit --config arithmetic/addition` and `fit --config arithmetic/multiplication`.
     """
 
+    builder = "inspection.actions:build_actions"
     examples = ("report actions runs/arithmetic --figure actions.pdf",)
-
-    def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
-        parser.add_argument(
-            "--set", metavar="NAME", dest="set_name", help="a validation set (default: each run's first)"
-        )
-        chunks = "chunks or problems of the set (default: %(default)s)"
-        parser.add_argument("--chunks", type=at_least(1), default=256, metavar="N", help=chunks)
-        add_output_arguments(parser)
-
-    def run(self, args: Namespace) -> int:
-        from stackexp.inspection.actions import build_actions
-
-        return print_report(args, lambda: build_actions(args.runs, args.set_name, args.chunks))
+    options = (
+        argument("--set", "NAME", "a validation set (default: each run's first)", dest="set_name"),
+        argument(
+            "--chunks",
+            "N",
+            "chunks or problems of the set (default: %(default)s)",
+            dest="num_chunks",
+            type=at_least(1),
+            default=256,
+        ),
+    )
 
 
-class Efficiency(Verb):
+class Efficiency(ReportVerb):
     """Compare the cost of the memories with the paper's efficiency table, from a file of `bench efficiency --out`."""
 
+    builder = "reports.efficiency:build_efficiency"
     examples = ("report efficiency efficiency.json --figure efficiency.pdf",)
-
-    def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("file", type=Path, metavar="FILE", help="the JSON file")
-        add_output_arguments(parser)
-
-    def run(self, args: Namespace) -> int:
-        from stackexp.reports.efficiency import build_efficiency
-
-        return print_report(args, lambda: build_efficiency(args.file))
+    source = argument("path", "FILE", "the JSON file", type=Path)
 
 
 class All(Verb):
@@ -296,7 +233,6 @@ class All(Verb):
     `<!-- python -m stackexp report ... -->`, and `<!-- end of report -->`.
     """
 
-    usage = "(FOLDER [--out FILE.html] | --update FILE.md)"
     examples = (
         "report all runs",
         "report all runs/ablation --out ablation.html",

@@ -17,7 +17,7 @@ from stackexp.config.layers import split_overrides
 from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import Lengths, average_accuracy, parse_accuracy
 from stackexp.files import read_json
-from stackexp.frame import Row, get_options, list_rows, list_tests, load_runs
+from stackexp.frame import Row, find_runs, get_options, list_rows, list_tests, load_runs
 from stackexp.runs import RunFolder
 from stackexp.tasks import TASKS
 
@@ -71,12 +71,6 @@ def get_printed_score(task: str, column: str) -> float | None:
     return dict(zip(MODELS, TABLE_1.get(task, ()), strict=False)).get(model)
 
 
-def find_column(config: FlatConfig) -> str | None:
-    """Return the column of a run, or None if the table has none for its model."""
-    label = get_model_label(config)
-    return next((column for column in COLUMNS if COLUMNS[column] == label), None)
-
-
 # Runs
 
 
@@ -119,48 +113,33 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class FormalRun:
-    """A run on a formal language. `row` is its row in the DataFrame of runs, `config` its options.
+    """A run on a formal language. `row` is its row in the DataFrame of runs, `recipe` the options that seeds share.
 
-    `evaluations` are read from result.json, test.json and test-to-*.json. `unused` are test files of another
-    checkpoint, or with overrides of options other than those of the test.
+    `evaluations` are read from result.json, test.json and test-to-*.json. `evaluation` is the one over the lengths of
+    the table, or None.
     """
 
-    path: Path
     column: str
     row: Row
-    config: FlatConfig
-    evaluations: tuple[Evaluation, ...]
-    unused: tuple[Path, ...]
-
-    @property
-    def task(self) -> str:
-        """The name of the task."""
-        return self.config["data.task"]
-
-    @property
-    def seed(self) -> int:
-        """The seed of the run."""
-        return self.config["seed"]
+    recipe: FlatConfig
+    evaluations: list[Evaluation]
+    evaluation: Evaluation | None
 
     @property
     def is_finished(self) -> bool:
         """True if the run has a result."""
         return self.row["state"] == "finished"
 
-    @cached_property
-    def recipe(self) -> FlatConfig:
-        """The options that runs of one recipe share."""
-        return select_recipe(self.config)
-
-    def find_evaluation(self, lengths: Lengths) -> Evaluation | None:
-        """Return the most thorough evaluation that covers the range; result.json wins a tie."""
-        covering = [evaluation for evaluation in self.evaluations if evaluation.covers(lengths)]
-        return max(covering, key=lambda evaluation: evaluation.count_strings(lengths), default=None)
-
     def compute_score(self, lengths: Lengths) -> float | None:
         """Return the mean accuracy over a range of lengths, or None if it was not tested."""
-        evaluation = self.find_evaluation(lengths)
+        evaluation = find_evaluation(self.evaluations, lengths)
         return average_accuracy(evaluation.accuracy, lengths) if evaluation else None
+
+
+def find_evaluation(evaluations: Sequence[Evaluation], lengths: Lengths) -> Evaluation | None:
+    """Return the most thorough evaluation that covers the range; result.json wins a tie."""
+    covering = [evaluation for evaluation in evaluations if evaluation.covers(lengths)]
+    return max(covering, key=lambda evaluation: evaluation.count_strings(lengths), default=None)
 
 
 def is_in_recipe(options: FlatConfig, key: str) -> bool:
@@ -173,27 +152,30 @@ def select_recipe(options: FlatConfig) -> FlatConfig:
     return {k: value for k, value in options.items() if is_in_recipe(options, k) and not is_default(options, k)}
 
 
-def _read_run(row: Row, column: str) -> FormalRun:
-    """Read the tests of a run. Raises RunError for a damaged result.json or file of `test`."""
-    folder, config = RunFolder(Path(row["path"])), get_options(row)
+def _read_tests(row: Row) -> tuple[list[Evaluation], list[str]]:
+    """Return the evaluations of a run, and its files of tests of another checkpoint or of another config.
+
+    Raises RunError for a damaged result.json or file of `test`.
+    """
+    folder = RunFolder(Path(row["path"]))
     evaluations = [Evaluation.read(folder.result, row)] if row["state"] == "finished" else []
     unused = []
     for path in list_tests(folder):
         test = read_json(path)
         if not isinstance(test, dict):
             raise RunError(f"{path}: not a file of `test`; move it elsewhere")
-        if _is_same_run(test, row, config):
+        if _is_same_run(test, row):
             evaluations.append(Evaluation.read(path, test))
         else:
-            unused.append(path)
-    return FormalRun(folder.path, column, row, config, tuple(evaluations), tuple(unused))
+            unused.append(str(path))
+    return evaluations, unused
 
 
-def _is_same_run(test: Mapping[str, Any], row: Row, config: FlatConfig) -> bool:
+def _is_same_run(test: Mapping[str, Any], row: Row) -> bool:
     """Return True if a test used the checkpoint that the run itself tested, and overrides only options of the test."""
     keys = [key for key, *_ in split_overrides(test.get("overrides", []))]
     tested_step = row.get("tested_step", row["step"]) if row["state"] == "finished" else test.get("step")
-    return not any(is_in_recipe(config, key) for key in keys) and test.get("step", tested_step) == tested_step
+    return not any(is_in_recipe(row, key) for key in keys) and test.get("step", tested_step) == tested_step
 
 
 # Cells
@@ -201,44 +183,29 @@ def _is_same_run(test: Mapping[str, Any], row: Row, config: FlatConfig) -> bool:
 
 @dataclass(frozen=True)
 class Cell:
-    """The scored runs of one recipe, one for each seed.
+    """The scored runs of one recipe, one for each seed, their scores, and the paper's score.
 
-    `pending` are runs of the recipe that are unfinished or not tested over the lengths, `duplicates` repeat a seed, and
-    `other_recipes` were not chosen.
+    `unfinished` are runs of the recipe that are unfinished or not tested over the lengths, `duplicates` repeat a seed,
+    and `other_recipes` were not chosen.
     """
 
-    task: str
-    column: str
-    lengths: Lengths
+    paper: float | None
+    recipe: FlatConfig = field(default_factory=dict)
     runs: list[FormalRun] = field(default_factory=list)
-    pending: list[FormalRun] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    unfinished: list[FormalRun] = field(default_factory=list)
     duplicates: list[FormalRun] = field(default_factory=list)
     other_recipes: list[list[FormalRun]] = field(default_factory=list)
 
-    @cached_property
-    def scores(self) -> list[float]:
-        """The scores of the runs."""
-        return [score for run in self.runs if (score := run.compute_score(self.lengths)) is not None]
-
-    @cached_property
+    @property
     def evaluations(self) -> list[Evaluation]:
         """The evaluations that the scores come from."""
-        return [evaluation for run in self.runs if (evaluation := run.find_evaluation(self.lengths))]
-
-    @property
-    def paper(self) -> float | None:
-        """The paper's score."""
-        return get_printed_score(self.task, self.column)
+        return [run.evaluation for run in self.runs if run.evaluation]
 
     @property
     def reaches_paper(self) -> bool | None:
         """True if our best score, rounded to two decimals, is at least the paper's; None if one is missing."""
         return round(max(self.scores), 2) >= self.paper if self.scores and self.paper is not None else None
-
-    @property
-    def unfinished(self) -> list[FormalRun]:
-        """The runs of the recipe that are unfinished or not tested over the lengths."""
-        return [*self.pending, *(run for run in self.runs if not run.is_finished)]
 
 
 @dataclass(frozen=True)
@@ -267,28 +234,29 @@ def collect_results(paths: Sequence[Path | str], lengths: Lengths) -> Results:
 
     Raises RunError for a folder without runs, and if no run is finished and tested over the lengths.
     """
-    runs, skipped = [], defaultdict(list)
-    rows = list_rows(load_runs(paths))
     for path in paths:
-        if not any(Path(row["path"]).resolve().is_relative_to(Path(path).resolve()) for row in rows):
+        if not find_runs([path]):
             raise RunError(f"{path}: no run folder in it or below; give runs/<name>/<id>, or a folder of run folders")
-    for row in rows:
+    runs = []
+    groups: dict[tuple[str, str], list[FormalRun]] = defaultdict(list)
+    skipped: dict[str, list[str]] = defaultdict(list)
+    columns = {label: column for column, label in COLUMNS.items()}
+    for row in list_rows(load_runs(paths)):
         if row["state"] == "damaged":
             skipped[row["problem"]].append(row["path"])
         elif row.get("data.kind") != "formal_language":
             skipped["not a formal language"].append(row["path"])
-        elif column := find_column(row):
-            runs.append(_read_run(row, column))
+        elif column := columns.get(get_model_label(row)):
+            evaluations, unused = _read_tests(row)
+            recipe = select_recipe(get_options(row))
+            runs.append(FormalRun(column, row, recipe, evaluations, find_evaluation(evaluations, lengths)))
+            groups[row["data.task"], column].append(runs[-1])
+            if unused:
+                skipped["test of another checkpoint, or with overrides that change more than the test"] += unused
         else:
             skipped["the table has no column for this model"].append(row["path"])
-    if unused := [path for run in runs for path in run.unused]:
-        skipped["test of another checkpoint, or with overrides that change more than the test"] = unused
     notes = [f"skipped, {reason}: {_join_paths(found)}" for reason, found in skipped.items()]
-    groups = defaultdict(list)
-    for run in runs:
-        groups[run.task, run.column].append(run)
-    keys = [(task, column) for task in TASKS for column in COLUMNS]
-    cells = {key: _build_cell(*key, lengths, groups[key]) for key in keys}
+    cells = {(task, column): _build_cell(task, column, lengths, groups) for task in TASKS for column in COLUMNS}
     if not any(cell.scores for cell in cells.values()):
         unscored = f"{len(runs)} runs are unfinished or not tested over {lengths[0]}..{lengths[1]}"
         raise RunError(
@@ -298,7 +266,7 @@ def collect_results(paths: Sequence[Path | str], lengths: Lengths) -> Results:
     return Results(lengths, runs, cells, notes)
 
 
-def _build_cell(task: str, column: str, lengths: Lengths, runs: list[FormalRun]) -> Cell:
+def _build_cell(task: str, column: str, lengths: Lengths, groups: Mapping[tuple[str, str], list[FormalRun]]) -> Cell:
     """Choose the recipe of a cell by its results on validation strings, never by its test score.
 
     The criteria, in this order: at least three seeds, the best median validation accuracy, the lowest median validation
@@ -306,45 +274,48 @@ def _build_cell(task: str, column: str, lengths: Lengths, runs: list[FormalRun])
     thoroughly tested one counts, then the later one.
     """
     recipes: dict[str, list[FormalRun]] = defaultdict(list)
-    for run in runs:
+    for run in groups.get((task, column), []):
         recipes[json.dumps(run.recipe, sort_keys=True, default=str)].append(run)
+    paper = get_printed_score(task, column)
     if not recipes:
-        return Cell(task, column, lengths)
-    order = sorted(recipes, key=lambda recipe: (*_rank(recipes[recipe], lengths), recipe))
-    chosen = recipes[order[0]]
-    scored = [(run, evaluation) for run in chosen if (evaluation := run.find_evaluation(lengths))]
-    by_seed: dict[int, FormalRun] = {}
-    for run, _ in sorted(scored, key=lambda item: (item[0].seed, item[0].is_finished, item[1].count_strings(lengths))):
-        by_seed[run.seed] = run
+        return Cell(paper)
+    chosen, *others = (recipes[name] for name in sorted(recipes, key=lambda name: (*_rank(recipes[name]), name)))
+
+    def count_strings(run: FormalRun) -> int:
+        return run.evaluation.count_strings(lengths) if run.evaluation else 0
+
+    scored = [run for run in chosen if run.evaluation]
+    by_seed = {
+        run.row["seed"]: run
+        for run in sorted(scored, key=lambda run: (run.row["seed"], run.is_finished, count_strings(run)))
+    }
+    runs = list(by_seed.values())
+    pending = [run for run in chosen if not run.evaluation and run.row["seed"] not in by_seed]
     return Cell(
-        task,
-        column,
-        lengths,
-        runs=list(by_seed.values()),
-        pending=[run for run in chosen if not run.find_evaluation(lengths) and run.seed not in by_seed],
-        duplicates=[run for run, _ in scored if run is not by_seed[run.seed]],
-        other_recipes=[recipes[recipe] for recipe in order[1:]],
+        paper,
+        chosen[0].recipe,
+        runs,
+        scores=[score for run in runs if (score := run.compute_score(lengths)) is not None],
+        unfinished=[*pending, *(run for run in runs if not run.is_finished)],
+        duplicates=[run for run in scored if run not in runs],
+        other_recipes=others,
     )
 
 
-def _rank(runs: list[FormalRun], lengths: Lengths) -> tuple[int, float, float, int, int]:
+def _rank(runs: list[FormalRun]) -> tuple[int, float, float, int, int]:
     """Return the sort key of a recipe, the lowest for the best."""
-    scored = [run for run in runs if run.find_evaluation(lengths)]
-    seeds = len({run.seed for run in scored})
-    accuracy, loss = (compute_median(scored, key) for key in ("validation_accuracy", "validation_loss"))
+    scored = [run for run in runs if run.evaluation]
+    seeds = len({run.row["seed"] for run in scored})
+    accuracies, losses = (
+        [run.row[key] for run in scored if key in run.row] for key in ("validation_accuracy", "validation_loss")
+    )
     return (
         -min(seeds, ENOUGH_SEEDS),
-        1.0 if accuracy is None else -accuracy,
-        math.inf if loss is None else loss,
+        -statistics.median(accuracies or [-1.0]),
+        statistics.median(losses or [math.inf]),
         -seeds,
         max(run.row["step"] for run in runs),
     )
-
-
-def compute_median(runs: list[FormalRun], key: str) -> float | None:
-    """Return the median of a result over the runs that have it, or None."""
-    values = [run.row[key] for run in runs if key in run.row]
-    return statistics.median(values) if values else None
 
 
 def _join_paths(paths: Sequence[Path | str]) -> str:

@@ -1,1 +1,0 @@
-"""The report on formal languages: the paper's Table 1 with our scores."""
