@@ -143,7 +143,7 @@ def server(monkeypatch):
     from stackexp.data import fetch
 
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(fetch, "MAX_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(fetch, "PAUSE_SECONDS", 0.0)
     with FileServer() as server:
         server.files = {olmo_set.path: content for olmo_set, content in CONTENT.items()}
         yield server

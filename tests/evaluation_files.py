@@ -35,17 +35,3 @@ def write_raw(path: Path, ids: list[int] = IDS) -> Path:
 
 def make_json_lines() -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
-
-
-def write_mds(folder: Path, column: str, encoding: str, samples: list, **options) -> Path:
-    from streaming import MDSWriter
-
-    with MDSWriter(out=str(folder), columns={column: encoding}, size_limit=2000, **options) as writer:
-        for sample in samples:
-            writer.write({column: sample})
-    return folder
-
-
-def split_ids(dtype: str) -> list[np.ndarray]:
-    """Split the ids into samples of unequal length."""
-    return np.split(np.array(IDS, dtype), [5, 40, 300])

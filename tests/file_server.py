@@ -1,6 +1,5 @@
 """A local HTTP file server for download tests."""
 
-import hashlib
 import threading
 import time
 from collections import defaultdict
@@ -9,14 +8,13 @@ from typing import Self
 
 
 class FileServer(ThreadingHTTPServer):
-    """An HTTP server with ETag and Range whose faults a test chooses.
+    """An HTTP server whose faults a test chooses.
 
     Attributes:
         files: The served bytes by path.
-        requests: The (path, Range header, status) of each request so far.
+        requests: The (path, status) of each request so far.
         faults: By path, one fault per request: a status such as 503, or the bytes after which the connection closes.
         headers: Replace headers that are sent; None removes one.
-        ranges: Whether Range is honored; `if_range`: whether If-Range is.
         redirect: The target of the faults 301 and 302.
         pause: Seconds between chunks of 1000 bytes.
     """
@@ -27,9 +25,9 @@ class FileServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files: dict[str, bytes] = {}
         self.faults: dict[str, list[int]] = defaultdict(list)
-        self.requests: list[tuple[str, str | None, int]] = []
+        self.requests: list[tuple[str, int]] = []
         self.headers: dict[str, str | None] = {}
-        self.ranges, self.if_range, self.pause = True, True, 0.0
+        self.pause = 0.0
         self.redirect = ""
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -49,26 +47,17 @@ class _Handler(BaseHTTPRequestHandler):
     server: FileServer
 
     def do_GET(self) -> None:
-        path, asked = self.path.lstrip("/"), self.headers.get("Range")
+        path = self.path.lstrip("/")
         fault = self.server.faults[path].pop(0) if self.server.faults[path] else None
         body = self.server.files.get(path)
         if body is None or (fault and fault in range(300, 600)):
             redirect = {"Location": self.server.redirect} if fault in (301, 302) else {}
-            return self._answer(fault or 404, asked, redirect | {"Content-Length": "0"}, b"")
-        tag = f'"{hashlib.md5(body).hexdigest()}"'
-        headers = {"Content-Type": "application/octet-stream", "ETag": tag}
-        status, begin = 200, 0
-        same = not self.server.if_range or self.headers.get("If-Range") == tag
-        if asked and self.server.ranges and same:
-            begin = int(asked.removeprefix("bytes=").removesuffix("-"))
-            if begin >= len(body):
-                return self._answer(416, asked, {"Content-Range": f"bytes */{len(body)}", "Content-Length": "0"}, b"")
-            status, headers["Content-Range"] = 206, f"bytes {begin}-{len(body) - 1}/{len(body)}"
-        headers["Content-Length"] = str(len(body) - begin)
-        self._answer(status, asked, headers, body[begin:][:fault])
+            return self._answer(fault or 404, redirect | {"Content-Length": "0"}, b"")
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(len(body))}
+        self._answer(200, headers, body[:fault])
 
-    def _answer(self, status: int, asked: str | None, headers: dict[str, str], body: bytes) -> None:
-        self.server.requests.append((self.path.lstrip("/"), asked, status))
+    def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.server.requests.append((self.path.lstrip("/"), status))
         self.send_response(status)
         headers |= self.server.headers
         for name, value in headers.items():

@@ -21,14 +21,12 @@ from evaluation_files import (
     make_json_lines,
     open_one,
     read_tokens,
-    split_ids,
-    write_mds,
     write_raw,
 )
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from stackexp.cli import main
-from stackexp.data import converted_sets
+from stackexp.data import evaluation_sets
 from stackexp.data.evaluation_sets import EvaluationSet, find_sets, open_set
 from stackexp.data.olmo import NAMES
 from stackexp.data.token_files import write_token_file
@@ -48,10 +46,6 @@ WRITERS = {
     "text.jsonl": lambda folder: (folder / "text.jsonl").write_bytes(make_json_lines()),
     "text.jsonl.gz": lambda folder: (folder / "text.jsonl.gz").write_bytes(gzip.compress(make_json_lines())),
     "text.jsonl.zst": lambda folder: (folder / "text.jsonl.zst").write_bytes(zstandard.compress(make_json_lines())),
-    "mds": lambda folder: write_mds(folder / "mds", "tokens", "ndarray:uint16", split_ids("uint16")),
-    "bytes64": lambda folder: write_mds(folder / "bytes64", "tokens", "bytes", [p.tobytes() for p in split_ids("<i8")]),
-    "bytes16": lambda folder: write_mds(folder / "bytes16", "tokens", "bytes", [p.tobytes() for p in split_ids("<u2")]),
-    "mds-text": lambda folder: write_mds(folder / "mds-text", "text", "str", TEXTS),
 }
 
 
@@ -93,8 +87,8 @@ def test_lines_without_a_document_are_skipped_with_a_warning(tmp_path, known, ca
 
 def test_text_is_tokenized_again_only_if_it_or_the_tokenizer_changes(tmp_path, known, cache, monkeypatch):
     path, reads = tmp_path / "text.jsonl", []
-    read_pieces = converted_sets.read_pieces
-    monkeypatch.setattr(converted_sets, "read_pieces", lambda source: reads.append(source) or read_pieces(source))
+    read_pieces = evaluation_sets.read_pieces
+    monkeypatch.setattr(evaluation_sets, "read_pieces", lambda source: reads.append(source) or read_pieces(source))
     path.write_bytes(make_json_lines())
     first = open_one(path, known)
     assert open_one(path, known).identity == first.identity
@@ -121,8 +115,8 @@ def test_a_damaged_file_in_the_cache_is_replaced(tmp_path, known, cache):
 
 
 def open_in_process(path: Path, tokenizer: Path, start, queue) -> None:
-    write, made = converted_sets.write_token_file, []
-    converted_sets.write_token_file = lambda *args, **options: made.append(write(*args, **options))
+    write, made = evaluation_sets.write_token_file, []
+    evaluation_sets.write_token_file = lambda *args, **options: made.append(write(*args, **options))
     start.wait()
     queue.put((read_tokens(open_one(path, KnownTokenizer.read(tokenizer))), len(made)))
 

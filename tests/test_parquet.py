@@ -15,8 +15,7 @@ from pyarrow import parquet
 
 from stackexp.cli import main
 from stackexp.data import readers
-from stackexp.data.columns import Columns, parse_filter
-from stackexp.data.readers import BadLine, FilteredOut, Piece
+from stackexp.data.readers import BadLine, Columns, FilteredOut, Piece, parse_filter
 from stackexp.data.sources import UnreadableSourceError, find_sources
 from stackexp.errors import RunError
 

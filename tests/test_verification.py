@@ -6,21 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evaluation_files import IDS, TOKENIZER, open_one, read_tokens, write_mds
+from evaluation_files import IDS, TOKENIZER, open_one, read_tokens
 from loaders import build_config, build_loader, read_samples, write_set
 
 from stackexp.config.compose import compose
 from stackexp.config.data import explain_set_name
-from stackexp.data import verification
-from stackexp.data.shards import TokenSet
+from stackexp.data import shards
+from stackexp.data.shards import DamagedFileError, TokenSet, verify_file
 from stackexp.data.token_files import write_token_file
 from stackexp.data.tokenizer import compute_fingerprint
-from stackexp.data.verification import DamagedFileError, verify_file
 from stackexp.datamodules.node_storage import SourceError
 from stackexp.datamodules.pretraining import PretrainingData
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import compute_sha256
-from stackexp.reports.datasets import InspectOptions, inspect_path
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -38,7 +36,7 @@ def zero_second_half(path: Path) -> None:
 
 def test_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
     hashed = []
-    monkeypatch.setattr(verification, "compute_sha256", lambda path: hashed.append(path) or compute_sha256(path))
+    monkeypatch.setattr(shards, "compute_sha256", lambda path: hashed.append(path) or compute_sha256(path))
     path = tmp_path / "file"
     path.write_bytes(b"content")
     digest = compute_sha256(path)
@@ -121,40 +119,6 @@ def test_shard_outside_the_folder_is_refused(tmp_path, name):
     with pytest.raises(RunError, match="is outside the folder"):
         read_samples(build_loader(remote))
     assert not list(tmp_path.rglob("outside*"))
-
-
-class Malicious:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self.marker,)
-
-
-def test_pickled_columns_are_refused_before_they_are_read(tmp_path, known):
-    marker = tmp_path / "code-was-run"
-    write_mds(tmp_path / "set", "text", "pkl", [Malicious(marker)])
-    marker.unlink(missing_ok=True)
-    with pytest.raises(RunError, match="column encoding 'pkl' may run code"):
-        open_one(tmp_path / "set", known)
-    [inspection] = inspect_path(tmp_path / "set", InspectOptions())
-    assert "column encoding 'pkl' may run code" in inspection.notes[-1]
-    assert not marker.exists()
-
-
-def test_pickled_column_with_the_name_of_another_is_refused(tmp_path, known):
-    marker = tmp_path / "code-was-run"
-    write_mds(tmp_path / "set", "text", "pkl", [Malicious(marker)])
-    marker.unlink(missing_ok=True)
-    index = json.loads((tmp_path / "set/index.json").read_text())
-    for shard in index["shards"]:
-        shard |= {"column_names": ["text", "text"], "column_encodings": ["pkl", "str"], "column_sizes": [None, None]}
-    (tmp_path / "set/index.json").write_text(json.dumps(index))
-    with pytest.raises(RunError, match=r"index\.json: missing or corrupt"):
-        open_one(tmp_path / "set", known)
-    assert not marker.exists()
 
 
 @pytest.mark.parametrize("name", ["average", "whole", "loss", "", " ", "a/b", "a\nb", "\x1b[31m"])

@@ -4,37 +4,49 @@ A path in data.validation or data.test is one set or a folder of sets:
 
     a folder written by `data prepare`      its sequences, concatenated
     .npy, .bin                              token ids, see data/token_files.py
-    a folder of other MDS shards            column `tokens` or `text`, converted once into the cache
     .jsonl[.gz, .zst], .parquet, .txt       tokenized once into the cache
     a folder of these                       the sets <name>/<stem>; a subfolder with a single set counts as that set
     a folder of .py, .md or .rst files      one set, a document per file
 
-Sets are never fully loaded into memory.
+Sets are never fully loaded into memory. A file in the cache is named after a hash of its source and its tokenizer, so
+it is never stale. It is written atomically under a lock, so only one of several processes converts.
 """
 
+import hashlib
+import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from stackexp.config.data import DataConfig
 from stackexp.data import olmo
-from stackexp.data.converted_sets import convert_mds, convert_text
 from stackexp.data.path_checks import explain_missing_set, suggest_fetch
-from stackexp.data.shards import TokenSet
-from stackexp.data.sources import COLUMN_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES, find_sources
-from stackexp.data.token_files import Chunks, TokenFile
-from stackexp.data.tokenizer import UNKNOWN_TOKENIZER, KnownTokenizer, decodes_exactly, has_exact_bytes
-from stackexp.data.verification import verify_file
+from stackexp.data.readers import BadLine, Piece, read_pieces
+from stackexp.data.shards import TokenSet, verify_file
+from stackexp.data.sources import COLUMN_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES, Source, find_sources
+from stackexp.data.token_files import CACHE_REMEDY, Chunks, TokenFile, explain_failed_writes, write_token_file
+from stackexp.data.tokenizer import (
+    UNKNOWN_TOKENIZER,
+    KnownTokenizer,
+    compute_fingerprint,
+    decodes_exactly,
+    get_end_of_text_id,
+    get_vocab_size,
+    has_exact_bytes,
+    tokenize_pieces,
+)
 from stackexp.errors import RunError
-from stackexp.files import compute_sha256, get_cache_root
+from stackexp.files import compute_sha256, get_cache_root, hold_lock
 
 log = logging.getLogger(__name__)
 
 SET_SUFFIXES = (*TOKEN_SUFFIXES, ".txt", ".text", *COLUMN_SUFFIXES)  # in a folder of sets; README.md is not a set
-PREPARED_SET_FILES = ("corpus.json", "plan.json")  # finished, in progress
+PREPARED_SET_FILES = ("corpus.json", "plan.json", "index.json")  # finished, in progress, incomplete
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,7 @@ def find_sets(name: str, path: Path, *, warn_missing: bool = True) -> dict[str, 
         return {name: path}
     if not found:
         known = " ".join(SET_SUFFIXES)
-        raise RunError(f"{path}: contains no sets; expected prepared sets, MDS shards or files with suffix {known}")
+        raise RunError(f"{path}: contains no sets; expected prepared sets or files with suffix {known}")
     if any(entry.name.lower().endswith((".py", ".rst")) for entry in path.iterdir()):
         log.warning("%s: its .py and .rst files are not scored; move them to a folder without other sets", path)
     missing = [n for n in olmo.NAMES.get(name, ()) if f"{name}/{n}" not in found]
@@ -122,7 +134,7 @@ def _holds_documents(folder: Path) -> bool:
 
 
 def _is_set(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (*PREPARED_SET_FILES, "index.json"))
+    return any((folder / name).is_file() for name in PREPARED_SET_FILES)
 
 
 def _remove_suffix(path: Path) -> str:
@@ -141,7 +153,7 @@ def open_set(name: str, path: Path, config: DataConfig, tokenizer: KnownTokenize
     """
     tokens: np.ndarray | Concatenated
     bytes_per_token: float | None
-    if path.is_dir() and any((path / file).is_file() for file in PREPARED_SET_FILES):
+    if _is_set(path):
         tokens, bytes_per_token, identity = _open_prepared(path, config, tokenizer)
     else:
         file = _open_tokens(path, config, tokenizer)
@@ -185,8 +197,6 @@ def _open_prepared(path: Path, config: DataConfig, tokenizer: KnownTokenizer | N
 
 def _open_tokens(path: Path, config: DataConfig, tokenizer: KnownTokenizer | None) -> TokenFile:
     """Open the token file at `path`, or its converted copy in the cache."""
-    if (path / "index.json").exists():
-        return convert_mds(path, config.vocab_size, tokenizer and tokenizer.tokenizer)
     name = path.name.lower()
     if not path.is_dir() and name.endswith(TOKEN_SUFFIXES):
         return TokenFile(path, vocab_size=tokenizer.vocab_size if tokenizer else config.vocab_size)
@@ -211,3 +221,71 @@ def _check_tokens(path: Path, file: TokenFile, config: DataConfig, tokenizer: Kn
     if not file.record or file.record.vocab_size > limit:
         for _ in file.read_blocks(limit, advice):
             pass
+
+
+# Convert text
+
+
+def convert_text(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
+    """Return the token ids of a text, JSON Lines or parquet file or a folder of these, tokenized like `data prepare`.
+
+    End-of-text ends a document. Lines without a document are skipped with a warning. Raises RunError if a file is
+    damaged or if there is no text.
+    """
+    sources = find_sources(path)
+    if tokenizer is None:
+        raise RunError(f"{path}: is text, but the model's tokenizer is unknown; set data.path to its training data")
+    names = [[source.name, compute_sha256(Path(source.path))] for source in sources]  # the suffix is the format
+    digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
+    key = [digest, compute_fingerprint(tokenizer), "with text_bytes"]
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    target = get_cache_root() / "sets" / f"{path.name.split('.')[0]}-{name}.npy"
+    with explain_failed_writes(target, CACHE_REMEDY):
+        if (file := _open_complete(target)) is None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with hold_lock(target.with_suffix(".lock"), f"the conversion of {path}"):
+                if (file := _open_complete(target)) is None:
+                    _write_tokens(target, path, sources, digest, tokenizer)
+                    file = TokenFile(target)
+    return file
+
+
+def _open_complete(path: Path) -> TokenFile | None:
+    """Open a token file that has a record and the recorded length."""
+    try:
+        file = TokenFile(path)
+        verify_file(path, file.record.sha256 if file.record else None)
+    except RunError:
+        return None
+    return file if file.record else None
+
+
+def _write_tokens(target: Path, path: Path, sources: list[Source], digest: str, tokenizer: Tokenizer) -> None:
+    """Tokenize the `sources` at `path`, whose hash is `digest`, to the token file `target`."""
+    text_bytes, bad = 0, []
+
+    def read() -> Iterator[Piece]:
+        for piece in (piece for source in sources for piece in read_pieces(source)):
+            if isinstance(piece, Piece):
+                yield piece
+            elif isinstance(piece, BadLine):
+                bad.append(piece)
+
+    def tokenize() -> Iterator[np.ndarray]:
+        nonlocal text_bytes
+        for block in tokenize_pieces(read(), tokenizer):
+            text_bytes += block.bytes
+            yield block.ids
+
+    write_token_file(
+        target,
+        tokenize(),
+        vocab_size=get_vocab_size(tokenizer),
+        counts=lambda: {"text_bytes": text_bytes},
+        source=str(path),
+        source_sha256=digest,
+        tokenizer=compute_fingerprint(tokenizer),
+        end_of_text=get_end_of_text_id(tokenizer),
+    )
+    if bad:
+        log.warning("%s: skipped %d lines without a document; the first: %s", path, len(bad), bad[0])

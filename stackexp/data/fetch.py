@@ -1,7 +1,7 @@
 """Fetch OLMo's perplexity sets from their server, a mirror or a folder, and check them.
 
-A broken download is resumed if the server still has the same version of the file. `http_get` of huggingface_hub is not
-used, because it does not retry a connection that closes early, and joins two versions of a file.
+The files are small, so a broken download starts over. No library is used, because the downloads of torch.hub and
+huggingface_hub neither compare the length of a file without a known hash nor retry a connection that closes early.
 """
 
 import codecs
@@ -11,11 +11,8 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
@@ -23,6 +20,7 @@ import stackexp
 from stackexp.data.olmo import BASE_URL, INSTANCE_LENGTH, TOKENIZER, VOCAB_SIZE, OlmoSet
 from stackexp.data.token_files import (
     NPY_MAGIC,
+    WRITE_REMEDY,
     FileRecord,
     TokenFile,
     count_token,
@@ -37,54 +35,38 @@ from stackexp.progress_bar import open_bar, print_line
 
 CHUNK_BYTES = 1 << 18
 TIMEOUT_SECONDS = 30.0  # to connect, and between two chunks
-MAX_ATTEMPTS = 6  # consecutive failures without new data
-PAUSE_SECONDS = 1.0  # after the first failure; doubles up to MAX_PAUSE_SECONDS
-MAX_PAUSE_SECONDS = 60.0
-RETRIED_CLIENT_ERRORS = (408, 416, 425, 429)
+MAX_ATTEMPTS = 6
+PAUSE_SECONDS = 1.0  # after the first failure; doubles after each further one
+RETRIED_CLIENT_ERRORS = (408, 425, 429)
 
 
 class UnreachableServerError(RunError):
-    """Raised if a server does not answer: no name resolution, no route, or a proxy that refuses."""
+    """Raised if no file can be fetched: no name resolution, no route, a proxy that refuses, or an invalid URL."""
 
 
-@dataclass
-class FetchResult:
-    """The outcome of a fetch."""
-
-    records: dict[OlmoSet, FileRecord] = field(default_factory=dict)  # sets that are present
-    failed: list[OlmoSet] = field(default_factory=list)
-    unreachable: list[OlmoSet] = field(default_factory=list)  # not tried, because the server could not be reached
-    reason: str = ""  # why the server could not be reached
-
-
-def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None) -> FetchResult:
+def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None) -> dict[OlmoSet, FileRecord]:
     """Fetch `sets` to `folder`/v2 and `folder`/v3, check them and write a record next to each.
 
-    Complete sets are kept. A set that fails is reported on stderr and does not stop the others. If the server cannot
-    be reached from the start, the remaining sets are not tried. `mirror` is a URL that replaces BASE_URL, or a folder.
-    Raises RunError if `folder` cannot be written.
+    Returns the records of the sets that are present. Complete sets are kept. A set that fails is reported on stderr and
+    does not stop the others. `mirror` is a URL that replaces BASE_URL, or a folder.
+
+    Raises:
+        UnreachableServerError: The server cannot be reached.
+        RunError: `folder` cannot be written.
     """
-    result, was_reached = FetchResult(), False
-    with explain_failed_writes(folder), ExitStack() as stack:
-        for version in sorted({s.version for s in sets}):
+    records = {}
+    with explain_failed_writes(folder, WRITE_REMEDY):
+        for version in {olmo_set.version for olmo_set in sets}:
             (folder / version).mkdir(parents=True, exist_ok=True)
-            stack.enter_context(hold_lock(folder / version / ".lock", f"fetching into {folder / version}"))
-        for olmo_set in sets:
-            try:
-                record = _find_complete(olmo_set, folder)
-                if record is None and result.unreachable:
-                    result.unreachable.append(olmo_set)
-                    continue
-                if record is None:
-                    record, was_reached = _fetch_set(olmo_set, folder, mirror, was_reached), True
-                result.records[olmo_set] = record
-            except UnreachableServerError as error:
-                result.unreachable.append(olmo_set)
-                result.reason = str(error)
-            except RunError as error:
-                result.failed.append(olmo_set)
-                print_line(f"error: {olmo_set}: {error}")
-    return result
+        with hold_lock(folder / ".lock", f"fetching into {folder}"):
+            for olmo_set in sets:
+                try:
+                    records[olmo_set] = _find_complete(olmo_set, folder) or _fetch_set(olmo_set, folder, mirror)
+                except UnreachableServerError:
+                    raise
+                except RunError as error:
+                    print_line(f"error: {olmo_set}: {error}")
+    return records
 
 
 def _find_complete(olmo_set: OlmoSet, folder: Path) -> FileRecord | None:
@@ -106,7 +88,7 @@ def _find_complete(olmo_set: OlmoSet, folder: Path) -> FileRecord | None:
     return record
 
 
-def _fetch_set(olmo_set: OlmoSet, folder: Path, mirror: str | None, was_reached: bool) -> FileRecord:
+def _fetch_set(olmo_set: OlmoSet, folder: Path, mirror: str | None) -> FileRecord:
     path = olmo_set.file(folder)
     part, expected = path.with_name(f".{path.name}.part"), None
     try:
@@ -115,7 +97,7 @@ def _fetch_set(olmo_set: OlmoSet, folder: Path, mirror: str | None, was_reached:
         else:
             source = f"{(mirror or BASE_URL).rstrip('/')}/{olmo_set.path}"
             with open_bar(desc=str(olmo_set), unit="B", unit_scale=True, unit_divisor=1024, leave=False) as bar:
-                download(source, part, bar, was_reached=was_reached)
+                download(source, part, bar)
         record = check_ids(part, source)
         if expected and record.sha256 != expected.sha256:
             raise RunError(f"{source}: damaged, its SHA-256 differs from its record; copy it again")
@@ -195,94 +177,47 @@ def _decode_page(begin: bytes) -> str:
     return " ".join(words)[:60] if "".join(words).isprintable() else ""
 
 
-# Download
-
-
-class _HttpRedirects(urllib.request.HTTPRedirectHandler):
-    """A handler that follows redirects to http and https only; urllib follows ftp too."""
-
-    def redirect_request(self, *args: Any) -> urllib.request.Request | None:
-        target = args[-1]
-        if urlsplit(target).scheme not in ("http", "https"):
-            raise RunError(f"{args[0].full_url}: redirects to {target}; only http and https are followed")
-        return super().redirect_request(*args)
-
-
-def download(url: str, path: Path, bar: tqdm, *, was_reached: bool = False) -> None:
-    """Download `url` to `path`. Gives up after MAX_ATTEMPTS failures in a row without new data.
-
-    Set `was_reached` if the server has answered before; then failures to connect are retried too.
+def download(url: str, path: Path, bar: tqdm) -> None:
+    """Download `url` to `path`. Gives up after MAX_ATTEMPTS failures.
 
     Raises:
-        UnreachableServerError: The first connection failed.
+        UnreachableServerError: No attempt reached the server, or the URL is invalid.
         RunError: The server refuses the file, or all attempts failed.
     """
-    failures, largest = 0, 0
-    version = ""  # version of the bytes received so far
-    while True:
-        pause, begin = 0.0, path.stat().st_size if version else 0
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        is_reached = True
         try:
-            with _request(url, begin, version) as response:
-                if response.status != 206:
-                    begin, version = 0, _get_version(response)
-                elif _get_version(response) not in ("", version) or not _continues(response, begin):
-                    version = ""
-                    raise http.client.HTTPException("the file on the server has changed")
-                _receive(response, url, path, begin, bar)
-                return
+            return _receive(url, path, bar)
         except urllib.error.HTTPError as error:
             message = f"HTTP {error.code} {error.reason}".splitlines()[0]
             if error.code < 500 and error.code not in RETRIED_CLIENT_ERRORS:
                 raise RunError(f"{url}: {message}") from error
-            version = "" if error.code == 416 else version  # the file on the server has become shorter
-            retry_after = error.headers.get("Retry-After", "")
-            pause = float(retry_after) if retry_after.isdecimal() else 0.0
         except urllib.error.URLError as error:
-            message = str(getattr(error.reason, "strerror", None) or error.reason)
-            if not was_reached:
-                raise UnreachableServerError(message) from error
+            is_reached, message = False, str(getattr(error.reason, "strerror", None) or error.reason)
+        except (ValueError, http.client.InvalidURL) as error:
+            raise UnreachableServerError(f"{url}: not a valid URL ({error}); correct --mirror") from error
         except (http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError) as error:
             message = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        was_reached = True
-        size = path.stat().st_size if path.exists() else 0
-        failures = 1 if size > largest else failures + 1
-        largest = size
-        if failures == MAX_ATTEMPTS:
-            raise RunError(f"{url}: {message}, {failures} times in a row; rerun the command later")
-        bar.set_postfix_str(f"{message}; attempt {failures + 1} of {MAX_ATTEMPTS}")
-        time.sleep(min(MAX_PAUSE_SECONDS, max(pause, PAUSE_SECONDS * 2 ** (failures - 1))))
+        if attempt < MAX_ATTEMPTS:
+            bar.set_postfix_str(f"{message}; attempt {attempt + 1} of {MAX_ATTEMPTS}")
+            time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
+    if is_reached:
+        raise RunError(f"{url}: {message}, attempt {MAX_ATTEMPTS} of {MAX_ATTEMPTS}; rerun the command later")
+    raise UnreachableServerError(
+        f"{url}: cannot be reached from this machine ({message}); run the command on a machine with internet access, "
+        "copy its folder here, and name the copy with --mirror"
+    )
 
 
-def _request(url: str, begin: int, version: str) -> http.client.HTTPResponse:
+def _receive(url: str, path: Path, bar: tqdm) -> None:
+    """Write the response to `path`. Raises HTTPException if it is cut short."""
     headers = {"User-Agent": f"stackexp/{stackexp.__version__}", "Accept-Encoding": "identity"}
-    if begin:
-        headers |= {"Range": f"bytes={begin}-", "If-Range": version}
-    opener = urllib.request.build_opener(_HttpRedirects)
-    return opener.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_SECONDS)
-
-
-def _get_version(response: http.client.HTTPResponse) -> str:
-    """Return the header that identifies the file version for If-Range, or "". If-Range does not accept a weak ETag."""
-    etag = response.headers.get("ETag", "")
-    return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified", "")
-
-
-def _continues(response: http.client.HTTPResponse, begin: int) -> bool:
-    return response.headers.get("Content-Range", "").startswith(f"bytes {begin}-")
-
-
-def _receive(response: http.client.HTTPResponse, url: str, path: Path, begin: int, bar: tqdm) -> None:
-    """Write the response to `path` from byte `begin`."""
-    if response.length is None or response.headers.get("Content-Encoding", "identity") != "identity":
-        raise RunError(f"{url}: the server sends the file compressed or without its length; use another mirror")
-    free = shutil.disk_usage(path.parent).free
-    if response.length > free:
-        needed = f"{response.length:,} bytes are needed, but only {free:,} are free"
-        raise RunError(f"{path.parent}: {needed}; free space or choose another --to")
-    size = begin + response.length
-    bar.reset(size)
-    bar.update(begin)
-    with open(path, "ab" if begin else "wb") as file:
+    request = urllib.request.Request(url, headers=headers)
+    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response, open(path, "wb") as file:
+        size = response.length
+        if size is None:
+            raise RunError(f"{url}: the server sends the file without its length; use another mirror")
+        bar.reset(size)
         while data := response.read1(CHUNK_BYTES):
             file.write(data)
             bar.update(len(data))

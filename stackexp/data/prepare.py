@@ -7,22 +7,18 @@ number of processes, parts or restarts.
 Part i of n writes every n-th unit. Parts share the lock of the folder; the merge takes the lock exclusively.
 """
 
-import errno
 import os
 import shutil
 import sys
 from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from stackexp.data.columns import ALL_TEXT, Columns
-from stackexp.data.readers import Piece, check_columns, read_pieces
+from stackexp.data.readers import ALL_TEXT, Columns, Piece, check_columns, read_pieces
 from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet
 from stackexp.data.sources import TOKEN_SUFFIXES, Source, find_sources, walk
-from stackexp.data.token_files import TokenFile
+from stackexp.data.token_files import WRITE_REMEDY, TokenFile, explain_failed_writes
 from stackexp.data.tokenizer import (
     KnownTokenizer,
     compute_fingerprint,
@@ -30,15 +26,13 @@ from stackexp.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from stackexp.data.unit_workers import UnitJob, write_units
-from stackexp.data.units import merge_units, name_unit
+from stackexp.data.units import UnitJob, merge_units, name_unit, write_units
 from stackexp.errors import RunError
 from stackexp.files import hold_lock, read_json, write_atomically, write_json
 
 UNIT_BYTES = 1 << 24  # source bytes per unit; a larger file is a unit by itself
 TRAINING_BYTES = 1 << 26  # text for training a tokenizer, spread evenly over the source files
 TRAINED = "trained here"  # the tokenizer in plan.json if none was given
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -149,20 +143,6 @@ def _record_plan(record: dict, folder: Path) -> None:
         write_json(path, record, indent=1)
 
 
-@contextmanager
-def _explain_errors(folder: Path) -> Iterator[None]:
-    """Convert a failed write or a killed worker process into a RunError with a remedy."""
-    resume = "then run the same command again: finished units are kept"
-    try:
-        yield
-    except OSError as e:
-        remedy = "free some space" if e.errno in DISK_FULL else "fix that"
-        raise RunError(f"{folder}: cannot be written ({e.strerror or e}); {remedy}, {resume}") from e
-    except BrokenProcessPool as e:
-        cause = "a worker process was killed, maybe because memory ran out"
-        raise RunError(f"{folder}: {cause}; lower --workers, {resume}") from e
-
-
 def prepare(
     plan: Preparation,
     folder: Path,
@@ -181,27 +161,27 @@ def prepare(
     if forbidden := set("#?").intersection(str(folder.absolute())):  # for the library, which reads paths as URLs
         raise RunError(f"{folder}: contains {min(forbidden)!r} in its path; choose another --to")
     is_part, record = part is not None, plan.record()
-    with _explain_errors(folder):
+    with explain_failed_writes(folder, WRITE_REMEDY):
         folder.mkdir(parents=True, exist_ok=True)
         found = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
         if found and "plan.json" not in found:
             raise RunError(f"{folder}: not empty, and not written by data prepare; choose another --to")
-    with _explain_errors(folder), hold_lock(folder / ".lock", f"the preparation of {folder}", shared=is_part):
-        with hold_lock(folder / ".plan.lock", f"the start of {folder}"):  # parts may run at the same time
-            _record_plan(record, folder)
-            if (folder / "corpus.json").exists():
-                return None if is_part else _load_finished(folder)
-            tokenizer = _write_tokenizer(plan, folder)
-        names = [name_unit(unit) for unit in plan.units]
-        if not is_part:
-            _delete_units(folder, keep=set(names))
-        job = UnitJob(folder, tokenizer, plan.context_length, plan.columns, plan.dtype, strict)
-        first, step = (part[0] - 1, part[1]) if part else (0, 1)
-        write_units(job, plan.units[first::step], workers or len(os.sched_getaffinity(0)))
-        if is_part:
-            return None
-        sources = [source.name for source in plan.sources]
-        return merge_units(folder, names, load_tokenizer(tokenizer), plan.context_length, sources)
+        with hold_lock(folder / ".lock", f"the preparation of {folder}", shared=is_part):
+            with hold_lock(folder / ".plan.lock", f"the start of {folder}"):  # parts may run at the same time
+                _record_plan(record, folder)
+                if (folder / "corpus.json").exists():
+                    return None if is_part else _load_finished(folder)
+                tokenizer = _write_tokenizer(plan, folder)
+            names = [name_unit(unit) for unit in plan.units]
+            if not is_part:
+                _delete_units(folder, keep=set(names))
+            job = UnitJob(folder, tokenizer, plan.context_length, plan.columns, plan.dtype, strict)
+            first, step = (part[0] - 1, part[1]) if part else (0, 1)
+            write_units(job, plan.units[first::step], workers or len(os.sched_getaffinity(0)))
+            if is_part:
+                return None
+            sources = [source.name for source in plan.sources]
+            return merge_units(folder, names, load_tokenizer(tokenizer), plan.context_length, sources)
 
 
 def _delete_units(folder: Path, keep: set[str]) -> None:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from stackexp.data.readers import Piece
 from stackexp.data.sources import find_sources
 from stackexp.data.token_files import (
+    WRITE_REMEDY,
     FileRecord,
     TokenFile,
     count_token,
@@ -110,7 +111,7 @@ class Retokenizer:
                 raise RunError(f"{file.path}: ids of another tokenizer ({name}) than {self.old.path}; {WRONG_IDS}")
         ends = {name: self._find_end_of_text(file) for name, file in files.items()}
         self._report_ambiguous_ends(ends)
-        with explain_failed_writes(folder):
+        with explain_failed_writes(folder, WRITE_REMEDY):
             folder.mkdir(parents=True, exist_ok=True)
             with (
                 hold_lock(folder / ".lock", f"the conversion into {folder}"),

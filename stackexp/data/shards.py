@@ -3,8 +3,14 @@
 Each sample is one sequence of exactly `context_length` tokens in the column `tokens`: uint16, or uint32 for more than
 65,536 token ids. The shards have the MDS format of mosaicml-streaming; see `stackexp.data.units`. They are read here,
 because importing that library takes seconds.
+
+A file is verified against its recorded SHA-256 on first use. A verified file leaves an empty mark in the cache, named
+after its path, size, times and hash. It is hashed again only if one of these changes. The first use costs about 1
+second per GB.
 """
 
+import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -17,8 +23,8 @@ from tokenizers import Tokenizer
 
 from stackexp.data.path_checks import explain_missing_dataset
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
-from stackexp.data.verification import check_basename, verify_file
 from stackexp.errors import RunError
+from stackexp.files import compute_sha256, get_cache_root
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +49,31 @@ class Corpus:
     filtered_documents: int = 0  # do not satisfy the filters
     sources: list[str] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
+
+
+class DamagedFileError(RunError):
+    """Raised if the contents of a data file differ from its record."""
+
+
+def verify_file(path: Path, sha256: str | None) -> None:
+    """Raise DamagedFileError if the file does not have the hash `sha256`; None (no record) passes.
+
+    Raises FileNotFoundError if the file is missing.
+    """
+    if sha256 is None:
+        return
+    status = path.stat()
+    key = f"{path.resolve()}\n{status.st_size} {status.st_mtime_ns} {status.st_ino}\n{sha256}"
+    mark = get_cache_root() / "verified" / hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    if mark.exists():
+        return
+    if compute_sha256(path) != sha256:
+        raise DamagedFileError(
+            f"{path}: damaged, its SHA-256 is not the recorded one; copy, fetch or prepare the file again"
+        )
+    with contextlib.suppress(OSError):  # without a cache, every process hashes the file
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
 
 
 def choose_token_dtype(vocab_size: int) -> np.dtype:
@@ -81,7 +112,7 @@ class TokenSet:
             shards = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))["shards"]
             files = [shard["raw_data"] for shard in shards]
             self.files = [
-                (check_basename(self.folder, file["basename"]), shard["samples"])
+                (_check_basename(self.folder, file["basename"]), shard["samples"])
                 for file, shard in zip(files, shards, strict=True)
             ]
             self._hashes = [file["hashes"]["sha256"] for file in files]
@@ -160,3 +191,10 @@ class TokenSet:
         shape = (samples, self.corpus.context_length)
         dtype = choose_token_dtype(self.corpus.vocab_size)
         return np.memmap(path, dtype, "r", os.path.getsize(path) - samples * shape[1] * dtype.itemsize, shape)
+
+
+def _check_basename(folder: Path, name: object) -> Path:
+    """Return the path of the file `name` of an index.json. Raises RunError if it is outside of `folder`."""
+    if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise RunError(f"{folder}/index.json: the shard name {name!r} is outside the folder; prepare the set again")
+    return folder / name

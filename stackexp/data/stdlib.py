@@ -18,6 +18,7 @@ from pathlib import Path
 from stackexp.config.data import StdlibConfig
 from stackexp.data.path_checks import DataPaths
 from stackexp.data.shards import FORMAT_VERSION
+from stackexp.data.token_files import CACHE_REMEDY, explain_failed_writes
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.data.units import write_documents
 from stackexp.errors import RunError
@@ -57,15 +58,12 @@ def prepare_stdlib(config: StdlibConfig) -> DataPaths:
     settings = [FORMAT_VERSION, config.vocab_size, config.context_length, texts["train"], held_out]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     folder = get_cache_root() / f"stdlib-{key}"
-    try:
+    with explain_failed_writes(folder, CACHE_REMEDY):
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
             with hold_lock(folder.with_suffix(".lock"), f"the preparation of {folder}"):
                 if not folder.is_dir():
                     _write_sets(folder, texts, config)
-    except OSError as e:
-        remedy = "free some space or set STACKEXP_CACHE to another folder"
-        raise RunError(f"{folder}: cannot be written ({e.strerror}); {remedy}") from e
     validation = {name: folder / name for name in VALIDATION_NAMES}
     return DataPaths(folder / "train", validation, {name: folder / name for name in TEST_NAMES})
 

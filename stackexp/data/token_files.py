@@ -24,6 +24,8 @@ from stackexp.files import compute_sha256, read_json, sync_file, write_json
 
 NPY_MAGIC = b"\x93NUMPY"
 REMEDY = "it is truncated or damaged: fetch or make it again"
+WRITE_REMEDY = "free space or choose another --to, then rerun the command to resume"
+CACHE_REMEDY = "free space or set STACKEXP_CACHE to another folder"
 TYPE_REMEDY = "give --dtype to data prepare or data retokenize, or save the ids with numpy.save"
 BLOCK_TOKENS = 1 << 20
 # llm.c writes 256 int32 (magic number, version, number of ids, ...), then the ids.
@@ -146,19 +148,14 @@ class TokenFile:
             while len(ids := np.fromfile(file, self.tokens.dtype, BLOCK_TOKENS)):
                 if self.record:
                     digest.update(ids.data)
-                check_ids(ids, vocab_size, self.name, position, advice)
+                if not 0 <= ids.min() <= ids.max() < vocab_size:
+                    first = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+                    found = f"token id {ids[first]:,} at position {position + first:,}"
+                    raise RunError(f"{self.name}: {found} is outside the vocabulary of {vocab_size:,}; {advice}")
                 yield ids
                 position += len(ids)
         if self.record and self.record.sha256 != digest.hexdigest():
             raise RunError(f"{self.name}: differs from its record (another SHA-256); {REMEDY}")
-
-
-def check_ids(ids: np.ndarray, vocab_size: int, name: object, position: int, advice: str) -> None:
-    """Raise RunError if an id [N] is outside the vocabulary. `position` is that of the first in the file."""
-    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-        first = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-        where = f"token id {ids[first]:,} at position {position + first:,}"
-        raise RunError(f"{name}: {where} is outside the vocabulary of {vocab_size:,}; {advice}")
 
 
 def _looks_like_uint32(words: np.ndarray) -> bool:
@@ -229,15 +226,12 @@ def publish(temporary: Path, path: Path, record: FileRecord) -> None:
 
 
 @contextmanager
-def explain_failed_writes(folder: Path) -> Iterator[None]:
-    """Convert an OSError of a command that writes token files to `folder` into a RunError."""
+def explain_failed_writes(path: Path, remedy: str) -> Iterator[None]:
+    """Convert an OSError of code that writes to `path` into a RunError with a remedy."""
     try:
         yield
     except OSError as error:
-        raise RunError(
-            f"{error.filename or folder}: cannot be written ({error.strerror or error}); free space or choose another "
-            "--to, then rerun the command to resume"
-        ) from error
+        raise RunError(f"{error.filename or path}: cannot be written ({error.strerror or error}); {remedy}") from error
 
 
 def write_record(path: Path, record: FileRecord) -> None:

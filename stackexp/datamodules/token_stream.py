@@ -42,7 +42,7 @@ from torch import distributed
 
 from stackexp.data.documents import compute_document_ids, find_document_bounds
 from stackexp.data.hash_log import hash_sequence
-from stackexp.data.verification import DamagedFileError, verify_file
+from stackexp.data.shards import DamagedFileError, verify_file
 from stackexp.datamodules import node_storage
 from stackexp.datamodules.node_storage import SourceError, explain_failure
 from stackexp.errors import first_line

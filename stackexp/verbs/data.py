@@ -9,20 +9,15 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from stackexp.data import olmo
-from stackexp.errors import ConfigError, RunError, suggest_name
-from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser, Verb, at_least, split_names
+from stackexp.errors import RunError, suggest_name
+from stackexp.verbs.parser import Parser, Verb, at_least, split_names
 
 if TYPE_CHECKING:
-    from stackexp.data.columns import Filter
+    from stackexp.data.readers import Filter
     from stackexp.data.shards import Corpus
 
-SOURCE_OPTIONS = (
-    *("to", "tokenizer", "vocab_size", "context_length", "text_column", "filter", "workers", "strict", "unit_bytes"),
-    *("part", "dtype"),
-)
 SHOWN_BAD_LINES = 10
 DTYPES = ("uint16", "uint32", "int32", "int64", "uint64")
 
@@ -44,24 +39,24 @@ class Prepare(Verb):
     array. Then run it once without --part: it writes missing units and merges. The result is the same, bit for bit.
     """
 
-    usage = "SOURCE --to FOLDER (--tokenizer FILE | --vocab-size N) [OPTIONS] | --config NAME_OR_PATH [KEY=VALUE ...]"
+    usage = "SOURCE --to FOLDER (--tokenizer FILE | --vocab-size N) [OPTIONS]"
     examples = (
         "data prepare texts/ --to shards/ --vocab-size 32768 --context-length 1024",
         "data prepare dolma/ --to shards/ --tokenizer tokenizer.json --workers 8",
         "data prepare fineweb/ --to shards/ --tokenizer tokenizer.json --filter 'int_score>=4' --filter language==en",
         "data prepare dolma/ --to shards/ --tokenizer tokenizer.json --part 3/64",
-        "data prepare --config quickstart",
     )
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.accepts_overrides = True  # words of the command line, among them SOURCE
-        parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the prepared set")
-        parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a Hugging Face tokenizer.json")
+        parser.add_argument("source", type=Path, metavar="SOURCE", help="a file, or a folder of files")
+        parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder of the prepared set")
+        tokenizer = parser.add_mutually_exclusive_group(required=True)
+        tokenizer.add_argument("--tokenizer", type=Path, metavar="FILE", help="a Hugging Face tokenizer.json")
         vocab_size = "train a byte-level BPE of N tokens on the text"
-        parser.add_argument("--vocab-size", type=at_least(300), metavar="N", help=vocab_size)
+        tokenizer.add_argument("--vocab-size", type=at_least(300), metavar="N", help=vocab_size)
         context_length = "tokens per sequence (default: %(default)s)"
         parser.add_argument("--context-length", type=at_least(2), default=2048, metavar="N", help=context_length)
-        parser.add_argument("--text-column", metavar="NAME", help="column of the text (default: text)")
+        parser.add_argument("--text-column", default="text", metavar="NAME", help="column of the text (%(default)s)")
         parser.add_argument(
             "--filter",
             action="append",
@@ -72,25 +67,21 @@ class Prepare(Verb):
         )
         parser.add_argument("--workers", type=at_least(1), metavar="N", help="processes (default: one per CPU)")
         parser.add_argument("--strict", action="store_true", help="stop at the first bad line")
-        parser.add_argument("--config", action="append", metavar="NAME_OR_PATH", help="prepare the corpus of a config")
         unit_bytes = "source bytes per unit of work (%(default)s)"
         parser.add_argument("--unit-bytes", type=at_least(1), default=1 << 24, metavar="N", help=unit_bytes)
         parser.add_argument("--part", type=_parse_part, metavar="I/N", help="write only part I of N, without merging")
         _add_dtype(parser)
 
     def run(self, args: Namespace) -> int:
-        """Prepare SOURCE, or the corpus of a config."""
-        if args.config:
-            return _prepare_config(args)
-        source = _check_arguments(args)
+        """Prepare SOURCE, or one part of it."""
         if args.workers:  # limits the threads of tokenizers while it trains, or with a single process
             os.environ.setdefault("RAYON_NUM_THREADS", str(args.workers))
-        from stackexp.data.columns import Columns
         from stackexp.data.prepare import Preparation, prepare
+        from stackexp.data.readers import Columns
 
-        columns = Columns(args.text_column or "text", tuple(args.filter))
-        names = ("tokenizer", "vocab_size", "context_length", "unit_bytes", "dtype")
-        plan = Preparation(source, columns=columns, **{name: getattr(args, name) for name in names})
+        columns = Columns(args.text_column, tuple(args.filter))
+        names = ("source", "tokenizer", "vocab_size", "context_length", "unit_bytes", "dtype")
+        plan = Preparation(columns=columns, **{name: getattr(args, name) for name in names})
         corpus = prepare(plan, args.to, workers=args.workers, strict=args.strict, part=args.part)
         if corpus is None:
             number, count = args.part
@@ -113,24 +104,12 @@ def _parse_part(text: str) -> tuple[int, int]:
 
 
 def _parse_filter(text: str) -> "Filter":
-    from stackexp.data.columns import parse_filter
+    from stackexp.data.readers import parse_filter
 
     try:
         return parse_filter(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _check_arguments(args: Namespace) -> Path:
-    """Return SOURCE. Raises ConfigError for missing, excess or conflicting arguments."""
-    error, words = args.parser.error, args.overrides
-    if unexpected := [word for word in words if word.startswith("-")] or words[1:]:
-        error(f"unexpected argument {unexpected[0]}")
-    if not words or not args.to:
-        error("expected SOURCE --to FOLDER, or --config NAME_OR_PATH")
-    if (args.tokenizer is None) == (args.vocab_size is None):
-        error("give either --tokenizer FILE, or --vocab-size N to train one")
-    return Path(words[0])
 
 
 def _print_corpus(corpus: "Corpus", folder: Path) -> None:
@@ -151,32 +130,6 @@ def _print_corpus(corpus: "Corpus", folder: Path) -> None:
     print(f"  data.vocab_size={corpus.vocab_size} data.context_length={corpus.context_length}")
     print(f"  data.global_batch_tokens={8 * corpus.context_length}")
     print(f"to validate on it:\n  data.validation.NAME={folder}")
-
-
-def _prepare_config(args: Namespace) -> int:
-    """Prepare the standard library corpus with the vocabulary and context length of a config."""
-    words = args.overrides
-    given = [word for word in words[:1] if "=" not in word and not word.startswith("-")]
-    changed = [name for name in SOURCE_OPTIONS if getattr(args, name) != args.parser.get_default(name)]
-    if given := given + [f"--{name.replace('_', '-')}" for name in changed]:
-        args.parser.error(f"--config prepares the config's own corpus; it takes only KEY=VALUE, found {given[0]}")
-    from stackexp.config.compose import compose
-    from stackexp.config.data import StdlibConfig
-
-    data = compose(args.config, words).data
-    if not isinstance(data, StdlibConfig):
-        raise ConfigError(
-            f"data prepare: data.kind {data.kind} has no corpus of its own; give SOURCE --to FOLDER and set data.path"
-        )
-    from stackexp.data.shards import TokenSet
-    from stackexp.data.stdlib import prepare_stdlib
-
-    sets = prepare_stdlib(data)
-    for folder in (sets.train, *sets.validation.values(), *sets.test.values()):
-        assert folder is not None
-        corpus = TokenSet(folder).corpus
-        print(f"{folder}: {corpus.documents:,} documents, {corpus.tokens:,} tokens, {corpus.sequences:,} sequences")
-    return 0
 
 
 class Fetch(Verb):
@@ -215,17 +168,12 @@ class Fetch(Verb):
             _check_mirror(args.parser, args.mirror)
         from stackexp.data.fetch import fetch
 
-        result = fetch(sets, args.to, args.mirror)
-        if result.records:
-            print(_format_records(result.records), file=sys.stderr if result.unreachable else sys.stdout)
-        if result.unreachable:
-            _print_urls(result.unreachable, result.reason, args.mirror or olmo.BASE_URL)
-            return 1
-        if result.failed:
-            names = ", ".join(map(str, result.failed))
-            raise RunError(
-                f"{len(result.failed)} of {len(sets)} sets could not be fetched: {names}; see the errors above"
-            )
+        records = fetch(sets, args.to, args.mirror)
+        if records:
+            print(_format_records(records))
+        if missing := [str(olmo_set) for olmo_set in sets if olmo_set not in records]:
+            names = ", ".join(missing)
+            raise RunError(f"{len(missing)} of {len(sets)} sets could not be fetched: {names}; see the errors above")
         print(f"in {', '.join(str(args.to / v) for v in sorted({s.version for s in sets}))}")
         return 0
 
@@ -249,21 +197,12 @@ def _choose_sets(args: Namespace) -> list[olmo.OlmoSet]:
 
 def _check_mirror(parser: Parser, mirror: str) -> None:
     scheme, separator, rest = mirror.partition("://")
-    if not separator:
-        if not Path(mirror).is_dir():
-            parser.error(f"--mirror {mirror}: no such folder; a URL begins with http:// or https://")
-        return
+    if not separator and not Path(mirror).is_dir():
+        parser.error(f"--mirror {mirror}: no such folder; a URL begins with http:// or https://")
     if "@" in rest.partition("/")[0]:  # the message must not repeat the password
         parser.error("--mirror: the URL contains a user name or password; remove it")
-    if scheme not in ("http", "https"):
+    if separator and scheme not in ("http", "https"):
         parser.error(f"--mirror {mirror}: expected http://..., https://... or a folder")
-    try:
-        parts = urlsplit(mirror)
-        is_valid = bool((parts.hostname or "").encode("idna")) and parts.port != 0 and re.fullmatch("[!-~]+", mirror)
-    except ValueError:
-        is_valid = False
-    if not is_valid:
-        parser.error(f"--mirror {mirror}: not a valid URL; encode special characters as %XX")
 
 
 def _format_records(records: dict[olmo.OlmoSet, Any]) -> str:
@@ -275,20 +214,6 @@ def _format_records(records: dict[olmo.OlmoSet, Any]) -> str:
         rows.append([str(olmo_set), *(f"{count:,}" for count in counts), record.sha256[:12]])
     header = ["set", f"instances of {olmo.INSTANCE_LENGTH}", "tokens", "bytes", "sha256"]
     return format_table(rows, header=header, align="<>>><")
-
-
-def _print_urls(missing: list[olmo.OlmoSet], reason: str, base: str) -> None:
-    """Print how to download the sets on another machine: one line on stderr, and the URLs on stdout."""
-    base = base.rstrip("/")
-    depth = len([part for part in urlsplit(base).path.split("/") if part])
-    print(
-        f"error: {base} cannot be reached from this machine ({reason}); on another machine, save the {len(missing)} "
-        f"URLs on standard output as urls.txt and run `wget -x -nH --cut-dirs={depth} -i urls.txt -P copies`, then "
-        "rerun this command with `--mirror copies`",
-        file=sys.stderr,
-    )
-    for olmo_set in missing:
-        print(f"{base}/{olmo_set.path}")
 
 
 class Retokenize(Verb):
@@ -348,13 +273,12 @@ def _format_converted(records: dict[str, Any]) -> str:
 class Inspect(Verb):
     """Show the contents of a dataset and verify its files.
 
-    PATH is a set made by `data prepare`, a token file (.npy, .bin), a folder of MDS shards, or a folder of several of
-    these. Every file is compared with its recorded hash. The exit code is 1 if a file is missing, cut short or corrupt.
+    PATH is a set made by `data prepare`, a token file (.npy, .bin), or a folder of several of these. Every file is
+    compared with its recorded hash. The exit code is 1 if a file is missing, cut short or corrupt.
     """
 
     examples = (
-        "data inspect shards/",
-        "data inspect shards/ --figure lengths.png --samples 5 --seed 1",
+        "data inspect shards/ --samples 5 --seed 1",
         "data inspect data/olmo/v2 --tokenizer gpt-neox-20b.json --samples 1",
         "data inspect part-000.npy --json",
     )
@@ -364,16 +288,13 @@ class Inspect(Verb):
         samples, seed = "samples to show (default: %(default)s)", "choice of samples (default: %(default)s)"
         parser.add_argument("--samples", type=at_least(0), default=3, metavar="N", help=samples)
         parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help=seed)
-        parser.add_argument("--figure", type=Path, metavar="FILE.png", help="draw the distribution of document lengths")
         parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of token ids without one")
         parser.add_argument("--json", action="store_true", help="print JSON")
 
     def run(self, args: Namespace) -> int:
         """Inspect the datasets at a path; return 1 if a file is damaged."""
-        if args.figure and args.figure.suffix not in FIGURE_SUFFIXES:
-            args.parser.error(f"--figure {args.figure}: must end in {', '.join(FIGURE_SUFFIXES)}")
+        from stackexp.data.inspection import InspectOptions, inspect_path
         from stackexp.data.tokenizer import KnownTokenizer
-        from stackexp.reports.datasets import InspectOptions, draw_figures, inspect_path
 
         tokenizer = KnownTokenizer.read(args.tokenizer) if args.tokenizer else None
         inspections = inspect_path(args.path, InspectOptions(args.samples, args.seed, tokenizer, sys.stderr.isatty()))
@@ -381,10 +302,4 @@ class Inspect(Verb):
             print(json.dumps([inspection.as_dict() for inspection in inspections], indent=2, ensure_ascii=False))
         else:
             print("\n".join(inspection.format() for inspection in inspections))
-        if args.figure:
-            files = draw_figures(inspections, args.figure)
-            for file in files:
-                print(file)
-            if not files:
-                print("no figure: the lengths of documents are unknown", file=sys.stderr)
         return int(any(inspection.damage for inspection in inspections))
