@@ -39,7 +39,6 @@ class Prepare(Verb):
     array. Then run it once without --part: it writes missing units and merges. The result is the same, bit for bit.
     """
 
-    usage = "SOURCE --to FOLDER (--tokenizer FILE | --vocab-size N) [OPTIONS]"
     examples = (
         "data prepare texts/ --to shards/ --vocab-size 32768 --context-length 1024",
         "data prepare dolma/ --to shards/ --tokenizer tokenizer.json --workers 8",
