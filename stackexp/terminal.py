@@ -1,4 +1,7 @@
-"""Wrap text and log messages at the width of the terminal, and format durations. Files and pipes get unwrapped text."""
+"""Wrap text and log messages at the width of the terminal, format durations, and show progress bars.
+
+Files and pipes get unwrapped text, and lines instead of the redrawn frames of a bar.
+"""
 
 import contextlib
 import logging
@@ -7,7 +10,13 @@ import re
 import shutil
 import sys
 import textwrap
-from typing import TextIO
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+LINE_SECONDS = 30  # between the lines of a progress bar in a log
 
 
 def wrap_text(text: str, indent: int = 0, stream: TextIO | None = None) -> str:
@@ -57,3 +66,35 @@ class _WrappingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         return text if record.exc_info else wrap_text(text, stream=sys.stderr)
+
+
+def open_bar(iterable: Iterable[Any] | None = None, **options: Any) -> "tqdm":
+    """Open a bar on standard error, with the options of tqdm.
+
+    If standard error is not a terminal, the bar prints a line at the start, every LINE_SECONDS, and at the end.
+    """
+    from tqdm import tqdm
+
+    if sys.stderr.isatty():
+        options["dynamic_ncols"] = True
+    else:
+        options |= {"file": _Lines(), "ncols": 80, "mininterval": LINE_SECONDS, "maxinterval": LINE_SECONDS}
+    return tqdm(iterable, **options)
+
+
+def print_line(line: str) -> None:
+    """Print a line on standard error, above the bars that are open."""
+    from tqdm import tqdm
+
+    tqdm.write(line, file=sys.stderr)
+
+
+class _Lines:
+    """Writes each frame of a bar as a line to standard error."""
+
+    def write(self, frame: str) -> None:
+        if line := frame.strip():
+            print(line, file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        pass

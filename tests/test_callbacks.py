@@ -15,7 +15,7 @@ from records import losses, only_run
 
 from stackexp.config.compose import compose
 from stackexp.errors import InterruptedRunError, StoppedError
-from stackexp.modules.step_metrics import StepMetrics
+from stackexp.modules.metrics import StepMetrics
 from stackexp.runs import RunFolder
 from stackexp.training import signals
 from stackexp.training.callbacks import steps

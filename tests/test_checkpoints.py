@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.testing import assert_close
 
 from stackexp.config.compose import to_yaml
-from stackexp.models import checkpoints, weight_files
+from stackexp.models import checkpoints
 from stackexp.models.checkpoints import CheckpointWriter, Reader
 from stackexp.runs import MANIFEST, read_manifest, write_manifest
 
@@ -150,7 +150,7 @@ def test_failed_write_leaves_no_files(tmp_path, monkeypatch, function):
 
 def test_weights_of_a_different_architecture_are_named(saved, tmp_path):
     file = tmp_path / "model.safetensors"
-    weight_files.average_checkpoints([saved], file, QUICKSTART)
+    checkpoints.average_checkpoints([saved], file, QUICKSTART)
     for path, layers, message in (
         (saved, [(4, 16), (16, 1)], "00000003: different architecture: 0.weight is [16, 8] in the checkpoint, [16, 4]"),
         (saved, [(8, 16)], "different architecture: 1.bias is [1] in the checkpoint, absent"),
@@ -168,15 +168,15 @@ def test_an_average_is_the_mean_of_the_weights(tmp_path):
         save(folder, collect_tensors(model, optimizer), make_state(step=int(folder.name)))
         expected = {name: expected.get(name, 0) + weight / 3 for name, weight in model.state_dict().items()}
     file = tmp_path / "average.safetensors"
-    assert weight_files.average_checkpoints(folders, file, QUICKSTART) == 4
+    assert checkpoints.average_checkpoints(folders, file, QUICKSTART) == 4
     assert_close(load_file(file), expected)
-    assert weight_files.average_checkpoints(folders[2:], file, QUICKSTART) == 4
+    assert checkpoints.average_checkpoints(folders[2:], file, QUICKSTART) == 4
     assert_equal(load_file(file), model.state_dict())
 
 
 def test_a_consolidated_file_has_the_weights_and_the_config(saved, tmp_path):
     file = tmp_path / "model.safetensors"
-    assert weight_files.average_checkpoints([saved], file, QUICKSTART) == 4
+    assert checkpoints.average_checkpoints([saved], file, QUICKSTART) == 4
     (model, _), (other, _) = make_model(), make_model()
     checkpoints.load_weights(model, saved)
     assert_equal(load_file(file), model.state_dict())
@@ -187,7 +187,7 @@ def test_a_consolidated_file_has_the_weights_and_the_config(saved, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {saved.name, file.name}
     again = []
     for _ in range(8):  # safetensors writes the metadata in any order
-        weight_files.average_checkpoints([saved], file, QUICKSTART)
+        checkpoints.average_checkpoints([saved], file, QUICKSTART)
         again.append(file.read_bytes())
     assert len(set(again)) == 1
     file.write_bytes(file.read_bytes()[:-10])

@@ -24,7 +24,7 @@ from stackexp.data.documents import compute_document_ids
 from stackexp.evaluation.generation import continue_text
 from stackexp.models.transformer import Cache, Transformer
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.step_metrics import probe_memories
+from stackexp.modules.metrics import probe_memories
 
 VOCAB, B, T = 13, 2, 9
 VARIANTS = {

@@ -9,8 +9,7 @@ import pytest
 
 from stackexp.cli import main
 from stackexp.config.experiment import LoggingConfig
-from stackexp.progress_bar import open_bar
-from stackexp.terminal import format_duration
+from stackexp.terminal import format_duration, open_bar
 from stackexp.training.callbacks import metrics_log
 from stackexp.training.callbacks.metrics_log import Progress
 

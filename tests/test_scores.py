@@ -12,9 +12,8 @@ from stackexp.evaluation.scores import format_scores
 from stackexp.files import replace_non_finite
 from stackexp.modules import scores
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.metrics import ChunkLosses, SequenceScores
+from stackexp.modules.metrics import ChunkLosses, SequenceScores, StepMetrics
 from stackexp.modules.scores import average_groups, average_scores, bootstrap_interval, compute_set_scores
-from stackexp.modules.step_metrics import StepMetrics
 
 
 def test_interval_agrees_with_resampling_in_plain_python():

@@ -14,8 +14,8 @@ from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
 from stackexp.models import checkpoints
-from stackexp.models.weight_average import WeightAverage
-from stackexp.models.weight_files import write_weights
+from stackexp.models.checkpoints import write_weights
+from stackexp.modules.optimizers import WeightAverage
 from stackexp.planning.memory_use import build_meta_model, compute_optimizer_bytes
 from stackexp.runs import RunFolder
 

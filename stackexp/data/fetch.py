@@ -31,7 +31,7 @@ from stackexp.data.token_files import (
 )
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256, hold_lock, sync_file
-from stackexp.progress_bar import open_bar, print_line
+from stackexp.terminal import open_bar, print_line
 
 CHUNK_BYTES = 1 << 18
 TIMEOUT_SECONDS = 30.0  # to connect, and between two chunks

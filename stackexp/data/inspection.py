@@ -16,8 +16,8 @@ from stackexp.data.token_files import TokenFile, find_end_of_text, read_record
 from stackexp.data.tokenizer import KnownTokenizer, get_end_of_text_id
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256
-from stackexp.progress_bar import open_bar
 from stackexp.tables import format_table
+from stackexp.terminal import open_bar
 
 BLOCK = 1 << 22  # ids read at a time
 SAMPLE_LENGTH = 256  # token ids

@@ -31,7 +31,7 @@ from stackexp.data.tokenizer import (
 )
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256, hold_lock
-from stackexp.progress_bar import open_bar, print_line
+from stackexp.terminal import open_bar, print_line
 
 WRONG_IDS = "set --from to the tokenizer that made them"
 

@@ -23,7 +23,7 @@ from stackexp.data.tokenizer import train_tokenizer
 from stackexp.data.units import write_documents
 from stackexp.errors import RunError
 from stackexp.files import get_cache_root, hold_lock
-from stackexp.progress_bar import open_bar
+from stackexp.terminal import open_bar
 
 TRAIN_BYTES, HELD_OUT_BYTES = 6_000_000, 200_000  # caps of UTF-8 text per set; the last file may exceed them
 TRAIN_BYTES_WITH_PACKAGES = 24_000_000

@@ -43,7 +43,7 @@ from stackexp.data.tokenizer import (
 )
 from stackexp.errors import RunError
 from stackexp.files import read_json, sync_file, sync_folder, write_atomically, write_json
-from stackexp.progress_bar import open_bar
+from stackexp.terminal import open_bar
 
 BAD_LINES = "bad_lines.log"  # lines "file:line: reason", in each unit and in the merged set
 RECORD = "unit.json"

@@ -16,9 +16,8 @@ from stackexp.evaluation.request import EvaluationRequest, describe_evaluation
 from stackexp.files import write_json
 from stackexp.models import checkpoints
 from stackexp.models.cross_entropy import NextTokenLoss
-from stackexp.progress_bar import open_bar
 from stackexp.tables import RULE, format_table
-from stackexp.terminal import wrap_text
+from stackexp.terminal import open_bar, wrap_text
 from stackexp.training.objectives import build_objective
 from stackexp.training.trainer import find_device_type
 

@@ -14,7 +14,7 @@ from stackexp.evaluation.request import Sets, Stage, hash_values, identify_check
 from stackexp.evaluation.scores import write_chunk_losses
 from stackexp.files import append_json_line, read_json_lines
 from stackexp.modules.base import TrainingModule
-from stackexp.progress_bar import open_bar
+from stackexp.terminal import open_bar
 from stackexp.training.processes import Processes
 
 QUIET_SECONDS = 10

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from huggingface_hub import save_torch_state_dict
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -19,11 +20,13 @@ from stackexp.config.compose import load_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
+from stackexp.data import hash_log
 from stackexp.data.tokenizer import get_end_of_text_id
 from stackexp.errors import RunError
-from stackexp.evaluation.loading import load_run
-from stackexp.export.model_card import build_model_card
-from stackexp.files import make_temporary_path, write_json
+from stackexp.evaluation.loading import LoadedRun, load_run
+from stackexp.evaluation.scores import format_scores
+from stackexp.files import create_folder_atomically, read_json, write_json
+from stackexp.models.checkpoints import EMA, split_path
 from stackexp.models.llama_import import to_llama_name
 
 MODELING_FILE = Path(__file__).with_name("modeling_stacktrans.py")
@@ -52,24 +55,17 @@ def export_run(run: str, ckpt_path: str | None, target: Path, dtype: str, licens
     loaded = load_run(run, ckpt_path or "last")
     if loaded.tokenizer is None:
         raise RunError(f"{loaded.folder.tokenizer}: missing; restore the tokenizer of the training data")
-    partial = make_temporary_path(target)
-    partial.mkdir(parents=True)
-    try:
+    with create_folder_atomically(target) as folder:
         end = get_end_of_text_id(loaded.tokenizer)
-        config = build_hf_config(loaded.config, end, dtype)
-        write_json(partial / "config.json", config)
-        write_json(partial / "generation_config.json", _list_special_ids(end) | {"pad_token_id": end})
+        write_json(folder / "config.json", build_hf_config(loaded.config, end, dtype))
+        write_json(folder / "generation_config.json", _list_special_ids(end) | {"pad_token_id": end})
         if loaded.config.model.memory is not None:
-            shutil.copyfile(MODELING_FILE, partial / MODELING_FILE.name)
+            shutil.copyfile(MODELING_FILE, folder / MODELING_FILE.name)
         weights = convert_weights(loaded.model.state_dict(), loaded.config.model)
         weights = {name: tensor.to(getattr(torch, dtype)).contiguous() for name, tensor in weights.items()}
-        save_torch_state_dict(weights, partial, max_shard_size=MAX_SHARD_SIZE)
-        _write_tokenizer(partial, loaded.tokenizer, loaded.config.data.context_length)
-        (partial / "README.md").write_text(build_model_card(loaded, license_name, target.name), encoding="utf-8")
-        partial.rename(target)  # fails if another process has written files there
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        save_torch_state_dict(weights, folder, max_shard_size=MAX_SHARD_SIZE)
+        _write_tokenizer(folder, loaded.tokenizer, loaded.config.data.context_length)
+        (folder / "README.md").write_text(build_model_card(loaded, license_name, target.name), encoding="utf-8")
     return loaded.checkpoint
 
 
@@ -173,3 +169,104 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, context_length: int) ->
         "model_input_names": ["input_ids", "attention_mask"],
     }
     write_json(folder / "tokenizer_config.json", settings)
+
+
+# The model card (README.md) of an exported model, filled from its run
+
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+{license_line}
+---
+
+# {title}
+
+{description}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{title}"{trust})
+tokenizer = AutoTokenizer.from_pretrained("{title}"{trust})
+tokens = model.generate(**tokenizer("The first", return_tensors="pt"), max_new_tokens=50)
+print(tokenizer.decode(tokens[0]))
+```
+
+{trust_note}The tokenizer adds no special tokens.
+
+## Training
+
+| | |
+|---|---|
+{rows}
+
+## Validation
+
+{validation}
+"""
+
+
+def build_model_card(loaded: LoadedRun, license_name: str, title: str) -> str:
+    """Return the text of the model card; `title` is the name of the exported folder."""
+    memory = loaded.config.model.memory
+    return CARD.format(
+        license_line=yaml.safe_dump({"license": license_name}).strip(),
+        title=title,
+        description=_describe(loaded),
+        trust=", trust_remote_code=True" if memory else "",
+        trust_note="The code of the model is `modeling_stacktrans.py` in this folder. " if memory else "",
+        rows="\n".join(f"| {name} | {value} |" for name, value in _list_facts(loaded).items()),
+        validation=_format_validation(loaded),
+    )
+
+
+def _describe(loaded: LoadedRun) -> str:
+    model, count = loaded.config.model, f"{loaded.model.num_parameters():,}"
+    size = f"{count} parameters: {model.num_layers} layers of width {model.hidden_size}"
+    if model.memory is None:
+        return f"A Transformer of the Llama family with {size}."
+    memory = model.memory
+    stacks = f"{memory.num_heads} stacks of {memory.num_slots} slots of size {memory.head_dim}"
+    return (
+        f"StackTrans (arXiv 2507.15343), a Transformer with differentiable stacks between its layers, with {size}, "
+        f"and {stacks} (axis {memory.axis}, discipline {memory.discipline})."
+    )
+
+
+def _list_facts(loaded: LoadedRun) -> dict[str, str]:
+    """Return what is known about the training of the exported checkpoint, as cells of a Markdown table."""
+    config, step, path = loaded.config, _find_step(loaded), loaded.folder.path
+    facts = {"run": f"`{path}`", "checkpoint": f"`{loaded.checkpoint}`"}
+    if step is not None:
+        facts |= {"steps": f"{step:,}", "training tokens": f"{step * config.data.global_batch_tokens:,}"}
+    if loaded.checkpoint.name == EMA:
+        facts["weights"] = f"exponential moving average with decay {config.trainer.ema_decay}"
+    facts["context length"] = f"{config.data.context_length:,} tokens"
+    hashes = [line for line in hash_log.read_hash_log(path) if step is not None and line["step"] <= step]
+    if hashes:
+        facts["training data"] = f"hash `{hashes[-1]['hash']}` of all tokens of steps 1 to {hashes[-1]['step']:,}"
+    if sessions := loaded.folder.read_sessions():
+        facts |= {"stackexp commit": f"`{sessions[-1].get('commit')}`", "command": f"`{sessions[0].get('command')}`"}
+    return facts
+
+
+def _find_step(loaded: LoadedRun) -> int | None:
+    """Return the step of the checkpoint; None for a file with weights only."""
+    name = split_path(loaded.checkpoint)[0].name
+    return int(name) if name.isdecimal() else None
+
+
+def _format_validation(loaded: LoadedRun) -> str:
+    """Return the table of the recorded scores of this checkpoint, or the command that computes them."""
+    folder, step, is_average = loaded.folder, _find_step(loaded), loaded.checkpoint.name == EMA
+    records = [read_json(path) for path in sorted(folder.path.glob("validate*.json"))]
+    parts = (folder.path.resolve().name, *loaded.checkpoint.parts[-3 if is_average else -2 :])
+    records = [r for r in records if Path(r["checkpoint"]).parts[-len(parts) :] == parts and not r.get("overrides")]
+    sets = {name: scores for record in records for name, scores in record["sets"].items()}
+    if folder.is_finished and not is_average and (result := folder.read_result()).steps == step:
+        sets |= result.figures.get("sets", {})
+    if sets:
+        return format_scores(sets, style="markdown")
+    command = f"python -m stackexp validate --run {folder.path} --ckpt_path {loaded.checkpoint}"
+    return f"This checkpoint has no recorded scores; compute them with\n\n    {command}"

@@ -11,32 +11,38 @@ weights in a checkpoint, which can be loaded wherever only weights are needed.
 
 torch.distributed.checkpoint pickles its metadata and plain values. The readers accept only a list of permitted types,
 so they never run code stored in a file.
+
+A safetensors file has the weights of one checkpoint, or the mean of several, and the config as metadata.
 """
 
 import contextlib
 import io
+import json
 import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+import yaml
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from stackexp.config.compose import to_yaml
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError, first_line
-from stackexp.files import sync_file, sync_folder
+from stackexp.files import make_temporary_path, sync_file, sync_folder
 from stackexp.models.layers import copy_full_
 from stackexp.runs import RunFolder, check_step, damaged_error, verify_manifest, write_manifest
 
@@ -230,7 +236,7 @@ def read_shapes(path: Path) -> dict[str, torch.Size]:
     Raises RunError if a file is damaged.
     """
     if path.suffix == WEIGHTS:
-        return {name: tensor.shape for name, tensor in _map_weights(path).items()}
+        return {name: tensor.shape for name, tensor in read_safetensors(path).items()}
     load_state(path)
     return {name: stored.size for name, stored in _read_stored_weights(path).items()}
 
@@ -248,20 +254,12 @@ def load_named_weights(model: nn.Module, path: Path, names: Collection[str]) -> 
     """Load these weights, of known shapes, into a model, sharded or not; the others keep their values."""
     weights = model.state_dict()
     if path.suffix == WEIGHTS:
-        stored = _map_weights(path)
+        stored = read_safetensors(path)
         for name in names:
             copy_full_(weights[name], stored[name])
     else:
         folder, key = split_path(path)
         load_tensors({key: {name: weights[name] for name in names}}, folder)
-
-
-def _map_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, mapped from the file."""
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise RunError(f"{path}: cannot be read as safetensors ({first_line(error)}); write or copy it again") from None
 
 
 def check_files(path: Path) -> dict[str, Any]:
@@ -344,3 +342,65 @@ class _MetadataUnpickler(pickle.Unpickler):
         if is_dtype or name in _DCP_TYPES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f".metadata contains {module}.{name}, which no checkpoint needs")
+
+
+# Safetensors files
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, mapped from the file. Raises RunError if it cannot be read."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise RunError(f"{path}: cannot be read as safetensors ({first_line(error)}); write or copy it again") from None
+
+
+def average_checkpoints(paths: Sequence[Path], target: Path, config: ExperimentConfig) -> int:
+    """Write the mean of the weights of checkpoints to one safetensors file; return the tensor count.
+
+    Sums are in float64; a mean has the dtype of its weights.
+    """
+    sums: dict[str, Tensor] = {}
+    for path in paths:
+        weights = read_weights(path)
+        sums = {name: sums.get(name, 0) + tensor.double() for name, tensor in weights.items()}
+    means = {name: (total / len(paths)).to(weights[name].dtype) for name, total in sums.items()}
+    return write_weights(means, target, to_yaml(config))
+
+
+def write_weights(tensors: dict[str, Tensor], target: Path, config: str) -> int:
+    """Write tensors and the YAML of a config to one safetensors file, atomically; return the tensor count.
+
+    Raises RunError if the file cannot be written.
+    """
+    partial = make_temporary_path(target)
+    try:
+        save_file(tensors, partial, metadata={"format": "pt", CONFIG_KEY: config})
+        with open(partial, "r+b") as file:
+            _sort_metadata(file)
+            sync_file(file)
+        os.replace(partial, target)
+    except SafetensorError as error:
+        raise RunError(f"{target}: cannot be written ({error}); check the free space and the permissions") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(tensors)
+
+
+def _sort_metadata(file: IO[bytes]) -> None:
+    """Sort the metadata in the header, so that equal weights give equal files; safetensors writes them in any order."""
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(length))
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    assert len(text) <= length, "only the order changes"
+    file.seek(8)
+    file.write(text.ljust(length))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the config that a checkpoint or a safetensors file stores; empty for a file of another program."""
+    if is_folder(path):
+        return load_state(path)["stackexp"]["config"]
+    with safe_open(path, "pt") as file:
+        return yaml.safe_load((file.metadata() or {}).get(CONFIG_KEY, "{}"))

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stackexp.config.compose import build_dataclass
 from stackexp.config.model import TransformerConfig
 from stackexp.config.yaml_files import Leaf
-from stackexp.errors import RunError, first_line
+from stackexp.errors import RunError
 from stackexp.files import read_json
+from stackexp.models.checkpoints import read_safetensors
 from stackexp.models.transformer import Transformer
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -168,9 +168,5 @@ def _map_files(folder: Path) -> dict[str, Tensor]:
         path = folder / Path(name).name  # a file name: an index cannot name another folder
         if not path.is_file():
             raise RunError(f"{path}: {INDEX} names this file, but it is missing; download it")
-        try:
-            with safe_open(path, "pt") as file:
-                tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-        except (SafetensorError, OSError) as error:
-            raise RunError(f"{path}: cannot be read as safetensors ({first_line(error)}); download it again") from None
+        tensors |= read_safetensors(path)
     return tensors

@@ -21,7 +21,6 @@ from stackexp.files import compute_sha256
 from stackexp.models import checkpoints
 from stackexp.models.layers import full_parameters
 from stackexp.models.memories.base import Memory
-from stackexp.models.weight_files import read_config
 from stackexp.runs import MANIFEST, RunFolder
 
 log = logging.getLogger(__name__)
@@ -154,7 +153,7 @@ def _list_memory_tensors(model: nn.Module) -> set[str]:
 
 def warn_about_options(path: Path, config: ExperimentConfig) -> None:
     """Warn about each model option that changes the outputs of the weights and differs from their own config."""
-    before, now = flatten(read_config(path)), flatten_config(config)
+    before, now = flatten(checkpoints.read_config(path)), flatten_config(config)
     for key in (f"model.{name}" for name in OPTIONS_WITHOUT_SHAPE):
         if key in before and key in now and before[key] != now[key]:
             log.warning("%s: trained with %s=%s, but the config has %s", path, key, before[key], now[key])

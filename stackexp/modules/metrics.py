@@ -1,9 +1,23 @@
-"""Evaluation metrics: float64 sums for each chunk or sequence, independent of batch size and number of ranks."""
+"""Metrics of evaluation sets and of training steps, loss spikes, and measurements of the memories."""
+
+import math
+import statistics
+from collections import deque
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torchmetrics import Metric
+
+from stackexp.models.memories.base import Stats
+from stackexp.models.stack_recording import Stack, record_stacks
+
+_REQUEST = "request/"
+SPIKE_WINDOW = 128  # losses
+MIN_LOSSES = 32
+PROBED_ROWS = 8  # of each validation set
 
 
 class ItemSums(Metric):
@@ -78,3 +92,96 @@ class SequenceScores(ItemSums):
             "loss": loss.mean().item(),
             "sequences": len(loss),
         }
+
+
+class StepMetrics:
+    """A collection of scalars of one optimizer step: means over micro-batches and ranks.
+
+    Values stay where they are until `drain`. Requests such as "stop" travel in the same all-reduce.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Tensor] | list[float]] = {}
+        self.requests: set[str] = set()  # requests of any rank at the last drain
+
+    def add(self, tag: str, value: Tensor | float) -> None:
+        """Add a 0-d value of one micro-batch. Every rank adds the same tags in the same order.
+
+        A float is copied to the device in `drain`, in one transfer with all others. A tag has one type of value.
+        """
+        values: list[Any] = self._values.setdefault(tag, [])
+        values.append(value.detach().float() if isinstance(value, Tensor) else value)
+
+    def request(self, name: str, condition: bool) -> None:
+        """Request an action of all ranks after this step if `condition` is true; every rank must call this."""
+        self.add(_REQUEST + name, float(condition))
+
+    def drain(self) -> dict[str, float]:
+        """Return the means since the last drain and update `requests`. Every rank calls this."""
+        if not self._values:
+            return {}
+        tags = list(self._values)
+        means = self._compute_means()
+        self._values.clear()
+        if dist.is_initialized():
+            dist.all_reduce(means)
+            means /= dist.get_world_size()
+        drained = dict(zip(tags, means.tolist(), strict=True))
+        shares = {tag: drained.pop(tag) for tag in tags if tag.startswith(_REQUEST)}
+        self.requests = {tag.removeprefix(_REQUEST) for tag, share in shares.items() if share}
+        return drained
+
+    def _compute_means(self) -> Tensor:
+        """Return the mean of each tag, float32, on the device of the tensors."""
+        means = {tag: torch.stack(v).mean() for tag, v in self._values.items() if isinstance(v[0], Tensor)}
+        numbers = {tag: statistics.fmean(v) for tag, v in self._values.items() if tag not in means}
+        device = next(iter(means.values())).device if means else torch.device("cpu")
+        copied = torch.tensor(list(numbers.values()), dtype=torch.float32).to(device, non_blocking=True)
+        means |= zip(numbers, copied, strict=True)
+        return torch.stack([means[tag] for tag in self._values])
+
+
+class SpikeDetector:
+    """A window of recent losses; it measures by how many standard deviations a new loss exceeds their mean."""
+
+    def __init__(self) -> None:
+        self.losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
+
+    def measure_deviation(self, loss: float) -> float:
+        """Return (loss - mean) / standard deviation; 0.0 while there are fewer than MIN_LOSSES."""
+        if len(self.losses) < MIN_LOSSES:
+            return 0.0
+        mean, spread = statistics.fmean(self.losses), statistics.pstdev(self.losses)
+        return (loss - mean) / spread if spread else 0.0
+
+    def add(self, loss: float, max_deviations: float = math.inf) -> None:
+        """Add a loss, clipped to `max_deviations`, so that the window adapts to a loss that stays higher."""
+        if self.measure_deviation(loss) > max_deviations:
+            loss = statistics.fmean(self.losses) + max_deviations * statistics.pstdev(self.losses)
+        self.losses.append(loss)
+
+
+@torch.no_grad()
+def probe_memories(model: nn.Module, tokens: Tensor) -> list[Stats]:
+    """Return the statistics of each memory on tokens [B, T].
+
+    Those of stacks over the depth include what `inspect` records of overflow and reads. Stacks over the tokens would
+    have to be recorded token by token.
+    """
+    if model.axis != "depth" or not isinstance(model.memories[0], Stack):
+        return model(tokens, probe=True, return_hidden=True).probes or []  # no logits: they would need gigabytes
+    with torch.compiler.set_stance("force_eager"), record_stacks(model) as recordings:
+        probes = model(tokens, probe=True, return_hidden=True).probes
+    names = ("overflow", "read_slot", "read_sharpness")
+    recorded = [{name: recording.values[name].mean() for name in names} for recording in recordings]
+    return [probe | more for probe, more in zip(probes, recorded, strict=True)]
+
+
+def read_first_rows(datamodule: Any, dataset: Any) -> Tensor:
+    """Return the first PROBED_ROWS rows of a set [N, T], the same for every batch size and on every rank."""
+    rows: list[Tensor] = []
+    for batch in datamodule.build_eval_loader(dataset, rank=0, world_size=1):
+        rows += batch["tokens"][batch["index"] >= 0]
+        if len(rows) >= PROBED_ROWS:
+            break
+    return torch.stack(rows[:PROBED_ROWS])

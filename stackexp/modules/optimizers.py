@@ -1,4 +1,4 @@
-"""Optimizers with their parameter groups, and learning rate schedules."""
+"""Optimizers with their parameter groups, learning rate schedules, and the average of the weights."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stackexp.config.optimizer import (
     AdamWConfig,
@@ -16,6 +17,7 @@ from stackexp.config.optimizer import (
     WarmupStableDecayConfig,
 )
 from stackexp.errors import RunError
+from stackexp.models.layers import widen
 
 
 def build_adamw(config: AdamWConfig, model: nn.Module) -> torch.optim.AdamW:
@@ -192,3 +194,31 @@ def _build(config: ScheduleConfig, max_steps: int, decay_steps: int, shape: Call
         return config.final_fraction + (1 - config.final_fraction) * shape(progress)
 
     return factor
+
+
+class WeightAverage:
+    """The exponential moving average (EMA) of a model's weights, in float32 or wider.
+
+    After step n the average becomes d x average + (1 - d) x weights, with d = min(decay, (1 + n) / (10 + n)), the
+    schedule of TensorFlow's ExponentialMovingAverage: early averages do not keep the initial weights for long. Each
+    rank averages its own shards.
+
+    Attributes:
+        tensors: The averages by weight name, sharded like the weights. Checkpoints save and load them in place.
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        self._model, self._decay = model, decay
+        self.tensors = {name: widen(weight.detach()).clone() for name, weight in model.state_dict().items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Include the weights after optimizer step `step`, counted from 1."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        weights = self._model.state_dict()
+        averages = [_get_local(average) for average in self.tensors.values()]
+        torch._foreach_lerp_(averages, [widen(_get_local(weights[name]).detach()) for name in self.tensors], 1 - decay)
+
+
+def _get_local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

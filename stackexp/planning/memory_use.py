@@ -25,7 +25,7 @@ from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import RunError
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Transformer
-from stackexp.models.weight_average import WeightAverage
+from stackexp.modules.optimizers import WeightAverage
 from stackexp.stack import use_implementation
 
 

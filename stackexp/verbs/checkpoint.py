@@ -29,7 +29,7 @@ class Average(Verb):
         args.parser.check_run_folder(args.run)
         from stackexp import runs
         from stackexp.config import compose
-        from stackexp.models import weight_files
+        from stackexp.models import checkpoints
 
         folder = runs.open_run(args.run)
         config = compose.load_config(folder.config)
@@ -39,7 +39,7 @@ class Average(Verb):
             raise RunError(
                 f"{folder.checkpoints}: --last {args.last}, but it has {count}; see trainer.keep_checkpoints"
             )
-        tensors = weight_files.average_checkpoints(found, args.to, config)
+        tensors = checkpoints.average_checkpoints(found, args.to, config)
         steps = ", ".join(str(int(path.name)) for path in found)
         print(f"steps {steps} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")
         return 0
@@ -102,12 +102,12 @@ class Consolidate(Verb):
         import yaml
 
         from stackexp import runs
-        from stackexp.models import checkpoints, weight_files
+        from stackexp.models import checkpoints
 
         folder = runs.open_run(args.run)
         path = checkpoints.find_checkpoint(folder, args.ckpt_path)
-        config = yaml.safe_dump(weight_files.read_config(path), sort_keys=False)
-        tensors = weight_files.write_weights(checkpoints.read_weights(path), args.to, config)
+        config = yaml.safe_dump(checkpoints.read_config(path), sort_keys=False)
+        tensors = checkpoints.write_weights(checkpoints.read_weights(path), args.to, config)
         print(f"{path} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")
         return 0
 
@@ -141,7 +141,7 @@ class Import(Verb):
         import yaml
 
         from stackexp.files import write_atomically
-        from stackexp.models import llama_import, weight_files
+        from stackexp.models import checkpoints, llama_import
 
         section_path = args.to.with_suffix(".yaml")
         if model is None and section_path.exists() and not section_path.read_text(encoding="utf-8").startswith(COMMENT):
@@ -157,7 +157,7 @@ class Import(Verb):
             raise RunError(f"{' '.join(args.config)}: not the model of {args.folder}; set {changes}")
         tensors = llama_import.read_tensors(args.folder, options)
         section = yaml.safe_dump({"model": {"kind": "transformer"} | options}, sort_keys=False)
-        count = weight_files.write_weights(tensors, args.to, section)
+        count = checkpoints.write_weights(tensors, args.to, section)
         parameters = sum(tensor.numel() for tensor in tensors.values())
         print(
             f"{args.folder} -> {args.to}: {count} tensors, {parameters:,} parameters, {args.to.stat().st_size:,} bytes"

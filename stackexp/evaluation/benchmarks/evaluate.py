@@ -32,8 +32,7 @@ from stackexp.evaluation.loading import load_run
 from stackexp.evaluation.request import hash_values, identify_checkpoint, list_figure_options
 from stackexp.files import read_json
 from stackexp.models import checkpoints
-from stackexp.progress_bar import open_bar
-from stackexp.terminal import wrap_text
+from stackexp.terminal import open_bar, wrap_text
 from stackexp.training.trainer import find_device_type
 
 METRICS = ("acc_norm", "acc", "exact_match")  # the first that a task has is its accuracy
