@@ -1,4 +1,4 @@
-"""The next-token loss and its gradients from hidden states: all logits at once, in chunks, or by liger-kernel.
+"""The next-token loss and its gradients from hidden states: all logits at once, or in chunks.
 
     python benchmarks/cross_entropy.py [--tokens N] [--hidden_size D] [--vocab_size V] [--chunk C] [--out FILE.json]
 
@@ -6,7 +6,6 @@ Medians of alternating forward and backward passes, and on CUDA the peak of allo
 in training, on random numbers, at the sizes of 360m.
 """
 
-import importlib.util
 import statistics
 from argparse import Namespace
 
@@ -51,12 +50,10 @@ class Model:
 
 
 def build_models(sizes: Namespace, device: torch.device) -> dict[str, Model]:
-    """Build a model for each way to compute the loss; the compiled one and liger run on CUDA only."""
+    """Build a model for each way to compute the loss; the compiled one runs on CUDA only."""
     criteria = {"whole": NextTokenLoss("whole"), "chunked": NextTokenLoss("chunked", sizes.chunk)}
     if device.type == "cuda":
         criteria["chunked, compiled"] = NextTokenLoss("chunked", sizes.chunk, compiled=True)
-    if device.type == "cuda" and importlib.util.find_spec("liger_kernel"):
-        criteria["liger"] = NextTokenLoss("liger")
     return {name: Model(criterion, sizes, device) for name, criterion in criteria.items()}
 
 

@@ -1,4 +1,4 @@
-"""Chunked cross entropy and liger-kernel, compared with unchunked cross entropy: values, gradients, memory."""
+"""Chunked cross entropy, compared with unchunked cross entropy: values, gradients, memory."""
 
 import pytest
 import torch
@@ -9,10 +9,9 @@ from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import LSTMConfig, TransformerConfig
-from stackexp.errors import ConfigError
 from stackexp.models import cross_entropy
 from stackexp.models.cross_entropy import Head, NextTokenLoss, compute_linear_token_losses, linear_cross_entropy
-from stackexp.models.transformer import DecoderOutput, Transformer
+from stackexp.models.transformer import Transformer
 from stackexp.modules.language_modeling import LanguageModeling
 
 B, T, D, V = 3, 8, 6, 29
@@ -191,30 +190,6 @@ def test_inductor_chunk_matches_eager():
     torch.testing.assert_close(torch.autograd.grad(losses.total, inputs), torch.autograd.grad(expected[0], inputs))
     token_losses = compute_linear_token_losses(inputs[0], Head(inputs[1]), tokens, 6, compiled=True)
     torch.testing.assert_close(token_losses.mean(), expected[1])
-
-
-def test_missing_liger_kernel_is_one_line_error(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "liger_kernel", None)
-    cross_entropy._load_liger.cache_clear()
-    with pytest.raises(ConfigError, match=r"trainer\.cross_entropy=liger needs .*pip install 'stackexp\[liger\]'"):
-        NextTokenLoss.from_config(compose(["quickstart"], ["trainer.cross_entropy=liger"]).trainer)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
-def test_liger_kernel_on_gpu_matches_chunked(z_loss):
-    pytest.importorskip("liger_kernel")
-    inputs, tokens = make_inputs(torch.float32)
-    inputs, tokens = [x.detach().cuda().requires_grad_() for x in inputs], tokens.cuda()
-    expected = compute_unchunked(inputs, tokens, z_loss)
-    output = DecoderOutput(None, torch.zeros(()), None, inputs[0])
-    model = torch.nn.Module()
-    model.output_head = Head(inputs[1])
-    losses = NextTokenLoss("liger", z_loss=z_loss)(model, output, tokens)
-    torch.testing.assert_close((losses.total, losses.cross_entropy), expected[:2], rtol=1e-3, atol=1e-4)
-    gradients = torch.autograd.grad(losses.total, inputs)
-    torch.testing.assert_close(gradients, torch.autograd.grad(expected[0], inputs), rtol=1e-2, atol=1e-4)
 
 
 def test_chunked_loss_in_float64_has_no_float32_constant():

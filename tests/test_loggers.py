@@ -367,4 +367,4 @@ def test_the_heat_map_is_an_image_of_all_layers_and_probes(tmp_path):
     for line in make_probes(list(range(1, 1200)), layers=2):
         assert heat_maps.add(line)
     heat_maps.add(make_probes([1200], layers=2)[0] | {"memory/push/layer_00": None})  # not finite
-    assert [name for name, png in heat_maps.draw() if png.startswith(b"\x89PNG")] == sorted(TITLES)
+    assert [name for name, _ in heat_maps.draw()] == sorted(TITLES)

@@ -68,9 +68,9 @@ class TrainerConfig:
     """Recompute the activations of each block in the backward pass to save memory."""
     recompute: Literal["all", "selective"] = option("all", affects="execution")
     """Activations to recompute in the backward pass: all, or all except matrix products and attention (selective)."""
-    cross_entropy: Literal["chunked", "liger", "whole"] = option("chunked", affects="execution")
-    """Computation of the loss: chunked (cross_entropy_chunk tokens at a time), whole (all logits of a micro-batch at
-    once), or liger (liger-kernel, on CUDA)."""
+    cross_entropy: Literal["chunked", "whole"] = option("chunked", affects="execution")
+    """Computation of the loss: chunked (cross_entropy_chunk tokens at a time), or whole (all logits of a micro-batch at
+    once)."""
     cross_entropy_chunk: int = option(4096, min=1, affects="execution")
     """Tokens per chunk of cross_entropy: chunked."""
 

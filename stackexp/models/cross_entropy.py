@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stackexp.config.trainer import TrainerConfig
-from stackexp.errors import ConfigError, first_line
 from stackexp.models.layers import widen
 
 NO_TARGET = -100  # the last token of a sequence has no next token; -100 as in torch's cross_entropy
@@ -41,16 +40,14 @@ class Head(NamedTuple):
 class NextTokenLoss:
     """The next-token loss of a model called with `return_hidden=criterion.needs_hidden`."""
 
-    kind: str = "chunked"  # or whole, liger: see `TrainerConfig.cross_entropy`
+    kind: str = "chunked"  # or whole: see `TrainerConfig.cross_entropy`
     chunk: int = 4096  # tokens
     z_loss: float = 0.0  # weight of the mean squared log partition function
     compiled: bool = False  # compile the computation of a chunk
 
     @classmethod
     def from_config(cls, trainer: TrainerConfig) -> "NextTokenLoss":
-        """Return the configured loss. Raises ConfigError if its package is not installed."""
-        if trainer.cross_entropy == "liger":
-            _load_liger()
+        """Return the configured loss."""
         return cls(trainer.cross_entropy, trainer.cross_entropy_chunk, trainer.z_loss, trainer.compile)
 
     @property
@@ -62,8 +59,6 @@ class NextTokenLoss:
         """Return the losses of tokens [B, T] from the model's `DecoderOutput`: T - 1 predictions per sequence."""
         if self.kind == "whole":
             return compute_losses(output.logits[:, :-1], tokens[:, 1:], self.z_loss)
-        if self.kind == "liger":
-            return liger_cross_entropy(output.hidden, model.output_head, tokens, self.z_loss)
         options = {"z_loss": self.z_loss, "chunk": self.chunk, "compiled": self.compiled}
         return linear_cross_entropy(output.hidden, model.output_head, tokens, **options)
 
@@ -117,29 +112,6 @@ def compute_linear_token_losses(
     with torch.autocast(hidden.device.type, enabled=False):
         losses = [run_chunk(rows, weight, bias, targets) for rows, targets in chunks]
     return torch.cat(losses).view_as(tokens)[:, :-1]
-
-
-def liger_cross_entropy(hidden: Tensor, head: Head, tokens: Tensor, z_loss: float = 0.0) -> Losses:
-    """Compute `linear_cross_entropy` with the Triton kernels of liger-kernel; z has the precision of `hidden`."""
-    hidden, weight, bias = _cast(hidden.flatten(0, 1), head.weight, head.bias)
-    options = {"lse_square_scale": z_loss, "return_z_loss": True, "accum_dtype": torch.float32}
-    result = _load_liger()(hidden, weight, shift_tokens(tokens), bias, ignore_index=NO_TARGET, **options)
-    if not z_loss:
-        return Losses(result.loss, result.loss.detach(), None)
-    weighted = result.z_loss.detach().float()
-    return Losses(result.loss, result.loss.detach() - weighted, weighted / z_loss)
-
-
-@functools.cache
-def _load_liger() -> Callable:
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-    except ImportError as error:
-        raise ConfigError(
-            f"trainer.cross_entropy=liger needs the package liger-kernel ({first_line(error)}); "
-            "pip install 'stackexp[liger]', or set trainer.cross_entropy=chunked"
-        ) from None
-    return liger_fused_linear_cross_entropy
 
 
 def shift_tokens(tokens: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
 from stackexp.config import registry
 from stackexp.config.model import TransformerConfig
@@ -124,11 +123,6 @@ class Cache:
     length: int = 0
     keys_values: dict[int, KeysValues] = field(default_factory=dict)  # by layer; at most `attention_window` tokens
     states: dict[int, State] = field(default_factory=dict)  # memory states; see `Transformer._run_layers`
-
-    def select_rows(self, rows: Tensor) -> "Cache":
-        """Return the cache of these rows int64 [N] of the batch, in this order; a row may be repeated."""
-        keys_values, states = tree_map_only(Tensor, lambda x: x[rows], (self.keys_values, self.states))
-        return Cache(self.length, keys_values, states)
 
 
 class Transformer(nn.Module):

@@ -1,7 +1,6 @@
 """TensorBoard: the logger of a run with its charts and heat maps, and the event files of evaluations."""
 
 import contextlib
-import io
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -165,8 +164,8 @@ class RunTensorBoard(TensorBoardLogger):
         self.experiment.close()
 
     def _write_heat_maps(self, step: int) -> None:
-        for name, png in self._heat_maps.draw():
-            self._add([_build_image(f"memory/heat_map/{name}", png)], step)
+        for name, figure in self._heat_maps.draw():
+            self.experiment.add_figure(f"memory/heat_map/{name}", figure, step, close=False)
         self._drawn_at = time.monotonic()
 
     def _add(self, values: Any, step: int | None = None, walltime: float | None = None) -> None:
@@ -184,11 +183,8 @@ def write_image(folder: Path, name: str, tag: str, png: bytes, step: int) -> Non
     """Write a picture; the complete file replaces the one of the same name."""
     with _replace_events(folder, name) as writer:
         file_writer: Any = writer.file_writer
-        file_writer.add_summary(Summary(value=[_build_image(tag, png)]), step)
-
-
-def _build_image(tag: str, png: bytes) -> Any:
-    return Summary.Value(tag=tag, image=Summary.Image(encoded_image_string=png))
+        image = Summary.Value(tag=tag, image=Summary.Image(encoded_image_string=png))
+        file_writer.add_summary(Summary(value=[image]), step)
 
 
 @contextlib.contextmanager
@@ -220,8 +216,8 @@ class HeatMaps:
             self._probes[line["step"]] = probe
         return bool(probe)
 
-    def draw(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the name of each measurement and its heat map as PNG. Long runs show evenly spaced probes."""
+    def draw(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name of each measurement and its heat map, a Figure. Long runs show evenly spaced probes."""
         steps = sorted(self._probes)
         steps = [steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(len(steps), MAX_COLUMNS))]
         for name in self._probes[steps[0]]:
@@ -229,7 +225,7 @@ class HeatMaps:
             yield name, _draw_map(steps, values, *TITLES.get(name, (name, None)))
 
 
-def _draw_map(steps: list[int], values: np.ndarray, title: str, largest: float | None) -> bytes:
+def _draw_map(steps: list[int], values: np.ndarray, title: str, largest: float | None) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -240,6 +236,4 @@ def _draw_map(steps: list[int], values: np.ndarray, title: str, largest: float |
     axes.set(title=title, xlabel="step", ylabel="layer")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(mesh, ax=axes)
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=100)
-    return png.getvalue()
+    return figure

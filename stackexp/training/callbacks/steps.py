@@ -16,9 +16,6 @@ from stackexp.runs import RunFolder
 from stackexp.training.lightning_internals import run_validation, set_max_steps
 from stackexp.training.signals import StopRequest
 
-MAX_BATCHES_PER_CHECK = 16  # each check for a stop is an all-reduce, so evaluations do not check after every batch
-CHECK_SECONDS = 5.0  # target between two checks
-
 
 class StepCallback(pl.Callback):
     """A callback whose `on_step_end` is called after each optimizer step, not after each micro-batch."""
@@ -54,7 +51,6 @@ class StepRequests(StepCallback):
     def __init__(self, stop: StopRequest, checkpoint_interval_minutes: float | None = None):
         self._stop, self._minutes = stop, checkpoint_interval_minutes
         self._saved_at = time.monotonic()
-        self._batches_per_check, self._batches_since_check, self._checked_at = 1, 0, time.monotonic()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *args: Any) -> None:
         """Record that a batch has ended."""
@@ -79,32 +75,21 @@ class StepRequests(StepCallback):
         """
         self._stop.note_progress()
         trainer, module = args[:2]
-        if trainer.state.fn == "fit" and self._saved_step != trainer.global_step:
-            return
-        self._batches_since_check += 1
-        if not dist.is_initialized() or self._batches_since_check >= self._batches_per_check:
-            elapsed = time.monotonic() - self._checked_at
-            seconds = raise_if_stopped(self._stop, module.device, elapsed)  # the same value on all ranks
-            batches = int(self._batches_since_check * CHECK_SECONDS / max(seconds, 1e-9))
-            self._batches_per_check = min(MAX_BATCHES_PER_CHECK, max(1, batches))
-            self._batches_since_check, self._checked_at = 0, time.monotonic()
+        if trainer.state.fn != "fit" or self._saved_step == trainer.global_step:
+            raise_if_stopped(self._stop, module.device)
 
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
 
-def raise_if_stopped(stop: StopRequest, device: torch.device, seconds: float = 0.0) -> float:
-    """Raise the stop error on all ranks if any rank has a request; otherwise return `seconds`, averaged over ranks.
-
-    This is a collective operation: every rank must call it.
-    """
-    requests, total, size = float(stop.is_set), seconds, 1
+def raise_if_stopped(stop: StopRequest, device: torch.device) -> None:
+    """Raise the stop error on all ranks if any rank has a request. Every rank must call this, as it is collective."""
+    is_requested = stop.is_set
     if dist.is_initialized():
-        shared, size = torch.tensor([requests, total], device=device), dist.get_world_size()
-        dist.all_reduce(shared)
-        requests, total = shared.tolist()
-    if requests:
+        num_requests = torch.tensor(float(is_requested), device=device)
+        dist.all_reduce(num_requests)
+        is_requested = bool(num_requests)
+    if is_requested:
         raise stop.build_error()
-    return total / size
 
 
 class Throughput(StepCallback):
