@@ -1,6 +1,7 @@
 """Recordings of stacks and interventions on them."""
 
 import json
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from browser import CHROMIUM, Browser, poll
 from stack_memories import decoder_config
 
 from stackexp.config.memory import ResidualStackConfig
-from stackexp.errors import ConfigError
+from stackexp.errors import ConfigError, RunError
 from stackexp.inspection.inspect import average_values
 from stackexp.inspection.interventions import (
     Intervention,
@@ -18,8 +19,10 @@ from stackexp.inspection.interventions import (
     compute_losses,
     intervene,
     list_interventions,
+    measure_interventions,
 )
-from stackexp.inspection.page import MEANS, StackMeans, draw_maps, format_page
+from stackexp.inspection.page import StackMeans, draw_maps, format_means, format_page
+from stackexp.models.memories.base import Memory
 from stackexp.models.memories.residual_stack import ResidualStackOutput
 from stackexp.models.memories.stack import NEVER, PUSH
 from stackexp.models.stack_recording import (
@@ -28,6 +31,7 @@ from stackexp.models.stack_recording import (
     _measure_residual_stack,
     compute_read_weights,
     record_stacks,
+    wrap_method,
 )
 from stackexp.models.transformer import Transformer
 from stackexp.stack import use_implementation
@@ -51,6 +55,72 @@ def record(model):
     with record_stacks(model) as recordings:
         model(TOKENS)
     return recordings
+
+
+class Trace(Memory):
+    """A memory of a plugin: a decaying sum of the hidden states below, which is added to h."""
+
+    reports: ClassVar = {"push": "norm of the pushed vector", "read_share": "norm of the read / that of h"}
+
+    def empty_state(self, h):
+        return torch.zeros_like(h)
+
+    def forward(self, h, state, previous=None, probe=False):
+        state = 0.5 * state + h
+        self.report(push=h.norm(dim=-1), read_share=(state.norm(dim=-1) / h.norm(dim=-1)).unsqueeze(-1))
+        return h + 0.1 * state, state, {}
+
+
+def build_traced_model():
+    model = build_model()
+    for layer, block in enumerate(model.layers):
+        block.memory = Trace(None, model.config, layer)
+    return model
+
+
+def test_a_memory_of_a_plugin_is_recorded_and_changed():
+    model = build_traced_model()
+    plain = model(TOKENS).logits
+    recordings = record(model)
+    assert [recording.layer for recording in recordings] == [0, 1, 2]
+    assert {name: value.shape for name, value in recordings[0].values.items()} == dict.fromkeys(
+        Trace.reports, (2, 6, 1)
+    )
+    assert all(memory.reporter is None for memory in model.memories)
+    names = [change["intervention"] for change in measure_interventions(model, BATCHES, heads=False)]
+    assert names == [
+        "none",
+        "outputs dropped",
+        *(f"output of layer {layer} dropped" for layer in range(3)),
+        *(f"state cleared before layer {layer}" for layer in (1, 2)),
+    ]
+    with intervene(model, find(model, "outputs dropped")):
+        dropped = model(TOKENS).logits
+    cleared = [find(model, f"state cleared before layer {layer}") for layer in (1, 2)]
+    with intervene(model, cleared[0]), intervene(model, cleared[1]):
+        without_past = model(TOKENS).logits
+    torch.testing.assert_close(model(TOKENS).logits, plain, rtol=0, atol=0)
+    for scale, expected in ((0.0, dropped), (0.1, without_past)):
+        with wrap_method(
+            "forward", {m: lambda _, f, h, s, scale=scale, **o: (h + scale * h, s, {}) for m in model.memories}
+        ):
+            torch.testing.assert_close(model(TOKENS).logits, expected)
+    means = [StackMeans(r.layer, r.site, average_values([r.values])) for r in recordings]
+    assert "read_share" in format_means(means)
+    assert draw_maps(means).axes[0].get_title() == "push"
+    assert "norm of the read" in format_page("text", list("abcdef"), recordings)
+
+
+def test_a_memory_that_reports_something_else_is_named():
+    model = build_traced_model()
+    for reports, message in (
+        ({"push": ""}, "read_share: not in Trace.reports"),
+        (Trace.reports | {"depth": ""}, "reports no depth"),
+    ):
+        for memory in model.memories:
+            memory.reports = reports
+        with pytest.raises(RunError, match=message):
+            record(model)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +341,7 @@ def test_a_cleared_residual_stack_keeps_its_top():
 def test_heads_require_several_heads():
     check_heads(build_model())
     for model, found in (
-        (build_residual_stack(), "a residual stack has no heads"),
+        (build_residual_stack(), "ResidualStack has no heads"),
         (build_model(num_heads=1), "the stacks have one head"),
     ):
         with pytest.raises(ConfigError, match=f"^inspect: --heads: {found}; omit --heads$"):
@@ -312,7 +382,7 @@ def test_page_shows_every_token_in_a_browser(tmp_path):
 
 
 def test_maps_label_each_row_with_its_layer():
-    values = {name: np.full(2, 0.5) for name in MEANS}
+    values = {name: np.full(2, 0.5) for name in MEASUREMENTS}
     sites = [(layer, site) for layer in range(2) for site in ("after_attention", "after_block")]
     figure = draw_maps([StackMeans(layer, site, values) for layer, site in sites])
     figure.draw_without_rendering()

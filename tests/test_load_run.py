@@ -1,14 +1,19 @@
 """stackexp.load_run: the public Python API for run folders."""
 
+import json
+from pathlib import Path
+
+import pandas
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import stackexp
 from stackexp import runs
+from stackexp.cli import main
 from stackexp.config import registry
 from stackexp.config.compose import compose
-from stackexp.errors import RunError
+from stackexp.errors import ConfigError, RunError
 from stackexp.files import write_json_lines
 from stackexp.models.generation import generate
 from stackexp.training.objectives import build_objective
@@ -60,3 +65,75 @@ def test_missing_folder_or_checkpoint_is_one_line(folder, tmp_path):
         stackexp.load_run(tmp_path)
     with pytest.raises(RunError, match="no checkpoint yet"):
         stackexp.load_run(folder.path)
+
+
+NOTEBOOK = Path(__file__).parents[1] / "docs" / "python-api.ipynb"
+
+
+def test_scores_are_those_of_validate_and_nothing_is_written(trained):
+    run = stackexp.load_run(trained)
+    before = sorted(trained.rglob("*"))
+    scores = run.validate()
+    assert sorted(trained.rglob("*")) == before
+    result = json.loads((trained / "result.json").read_text())["sets"]
+    assert list(scores.index) == ["left", "right"]
+    for name in scores.index:
+        assert scores["loss"][name] == pytest.approx(result[name]["loss"], abs=1e-6)
+    assert run.validate("left").equals(scores.loc[["left"]])
+    assert not run.model.training
+    with pytest.raises(ConfigError, match=r"'up'.*left, right"):
+        run.validate(["up"])
+
+
+def test_modified_runs_have_the_same_weights_and_another_memory(trained):
+    run = stackexp.load_run(trained)
+    changed = run.modify(read_mask="log")
+    assert changed.config.model.memory.read_mask == "log"
+    assert "model.memory.read_mask=" in repr(changed)
+    assert repr(run).count("\n") == 0
+    for one, two in zip(run.model.parameters(), changed.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+    assert not torch.equal(run.logits("def f"), changed.logits("def f"))
+    assert torch.equal(run.logits("def f"), changed.modify(read_mask="multiply").logits("def f"))
+    with pytest.raises(ConfigError, match="num_slot"):
+        run.modify(num_slot=4)
+    with pytest.raises(RunError, match="different architecture"):
+        run.modify(head_dim=8)
+
+
+def test_logits_and_inspections_are_those_of_the_model(trained):
+    run = stackexp.load_run(trained)
+    ids = run.tokenizer.encode("def main", add_special_tokens=False).ids
+    logits = run.logits("def main")
+    torch.testing.assert_close(logits, run.model(torch.tensor([ids])).logits[0])
+    assert torch.equal(logits, run.logits(ids))
+    table = run.inspect("def main")
+    config = run.config.model
+    assert len(table) == config.num_layers * len(ids) * config.memory.num_heads
+    assert "".join(table.query("layer == 0 and head == 0")["token"]) == "def main"
+    assert table[["push", "pop", "no_op"]].sum(axis=1).to_numpy() == pytest.approx(1)
+    with pytest.raises(RunError, match="no tokens"):
+        run.logits("")
+
+
+def test_runs_without_text_or_memory_say_so(folder):
+    run = stackexp.load_run(folder.path, folder.path / "weights.safetensors")
+    assert run.logits([0, 1, 2]).shape[0] == 3
+    with pytest.raises(RunError, match="not on text"):
+        run.logits("abc")
+    with pytest.raises(RunError, match="no stack"):
+        run.inspect([0, 1, 2])
+    scores = run.validate()
+    assert isinstance(scores, pandas.DataFrame)
+    assert "accuracy" in scores
+
+
+@pytest.mark.process
+def test_the_notebook_of_the_docs_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) >= 6
+    names = {"main": main}
+    for cell in cells:
+        exec("".join(cell["source"]), names)
+    assert names["run"].config.model.memory.kind == "stack"

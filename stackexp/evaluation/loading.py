@@ -1,38 +1,61 @@
 """Load a finished or running experiment from its run folder: for notebooks, scripts and the verbs that run a model."""
 
+import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor
 
 from stackexp import runs
-from stackexp.config.compose import load_config
+from stackexp.config.compose import compose, load_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.data.tokenizer import load_tokenizer
 from stackexp.datamodules.arithmetic import check_symbols
 from stackexp.errors import RunError
+from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.generation import continue_text
+from stackexp.evaluation.request import EvaluationRequest
+from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.models import checkpoints
+from stackexp.models.stack_recording import record_stacks
+from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder
 from stackexp.training.objectives import build_objective
+from stackexp.training.processes import start_processes
+from stackexp.training.trainer import build_trainer, find_device_type
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadedRun:
-    """A run with its weights. `model` is on the CPU in eval mode; `tokenizer` is None for formal languages."""
+    """A run with its weights. `module` is its LightningModule; `tokenizer` is None for formal languages."""
 
     folder: RunFolder
     config: ExperimentConfig
     checkpoint: Path
-    model: nn.Module
+    module: TrainingModule
     tokenizer: Tokenizer | None
+    changes: tuple[str, ...] = ()
+    """The options of `modify`, as KEY=VALUE."""
+
+    def __repr__(self) -> str:
+        facts = [str(self.folder.path), f"checkpoint {self.checkpoint.name}", type(self.model).__name__]
+        facts += [f"{self.model.num_parameters():,} parameters", *self.changes]
+        return f"LoadedRun({', '.join(facts)})"
+
+    @property
+    def model(self) -> Any:
+        """The model, a torch.nn.Module; after `load_run`, on the CPU and in eval mode."""
+        return self.module.model
 
     @cached_property
     def metrics(self) -> Any:
@@ -50,21 +73,102 @@ class LoadedRun:
         seed: int = 0,
     ) -> str:
         """Return the prompt and its continuation, on the device of the model. Raises RunError for formal languages."""
-        if self.tokenizer is None:
-            raise RunError(f"{self.folder.path}: trained on {self.config.data.kind}, not on text; it cannot generate")
-        if self.config.data.objective == "arithmetic":
-            check_symbols("generate: --prompt", prompt)
-        length, context = len(self.tokenizer.encode(prompt, add_special_tokens=False)), self.config.data.context_length
-        if length > context:
-            log.warning(f"the prompt has {length:,} tokens, more than the {context:,} of a training sequence")
-        model: Any = self.model
+        ids = self._encode("generate", prompt)
+        if len(ids) > (context := self.config.data.context_length):
+            log.warning(f"the prompt has {len(ids):,} tokens, more than the {context:,} of a training sequence")
         sampling: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "top_p": top_p,
             "seed": seed,
         }
-        return continue_text(model, self.tokenizer, prompt, **sampling)
+        assert self.tokenizer is not None
+        return continue_text(self.model, self.tokenizer, prompt, **sampling)
+
+    def logits(self, text: str | list[int]) -> Tensor:
+        """Return the logits [T, V] of a text or of token ids, float32 on the CPU; row t predicts token t + 1.
+
+        Raises RunError for an empty text, or for text if the run is one of formal languages, which have ids only.
+        """
+        return self._run_model(text if isinstance(text, list) else self._encode("logits", text, minimum=1))
+
+    def inspect(self, text: str | list[int]) -> Any:
+        """Return what each memory does at each token, as a pandas DataFrame with a row for each memory, token and head.
+
+        The columns are layer, site, position, token, head, and the values that the verb `inspect` shows.
+
+        Raises RunError if the model has no memory to inspect.
+        """
+        import pandas
+
+        ids = text if isinstance(text, list) else self._encode("inspect", text, minimum=1)
+        with record_stacks(self.model) as recordings:
+            self._run_model(ids)
+        tokens = [self.tokenizer.decode([i], skip_special_tokens=False) if self.tokenizer else str(i) for i in ids]
+        frames = []
+        for recording in recordings:
+            values = {name: value[0] for name, value in recording.values.items()}  # [T, H]
+            num_heads = max(value.shape[1] for value in values.values())
+            columns: dict[str, Any] = {"layer": recording.layer, "site": recording.site}
+            columns |= {"position": np.repeat(np.arange(len(ids)), num_heads), "token": np.repeat(tokens, num_heads)}
+            columns |= {"head": np.tile(np.arange(num_heads), len(ids))}
+            columns |= {name: value.expand(-1, num_heads).flatten().cpu() for name, value in values.items()}
+            frames.append(pandas.DataFrame(columns))
+        return pandas.concat(frames, ignore_index=True)
+
+    def validate(self, sets: Sequence[str] = ()) -> Any:
+        """Score the model on the config's validation sets, or on `sets`, as --sets of the verb `validate`.
+
+        Runs on the device of `trainer.accelerator`, and writes nothing.
+
+        Returns:
+            A pandas DataFrame with a row per set; for text: loss, perplexity, bits per byte, and their counts.
+
+        Raises:
+            ConfigError: There is no set of this name.
+            RunError: A set is missing or does not fit the model.
+        """
+        import pandas
+
+        names = (sets,) if isinstance(sets, str) else tuple(sets)
+        request = EvaluationRequest("validate", self.config, self.folder, sets=names)
+        device = next(self.model.parameters()).device
+        with start_processes(self.config.trainer, find_device_type(self.config)) as processes:
+            data = open_data(request, self.checkpoint)
+            evaluation = ResumableEvaluation("validate", self.config, data, processes, self.checkpoint, output=None)
+            evaluation.run(build_trainer(self.config, processes, []), self.module)
+        self.module.eval().to(device)
+        return pandas.DataFrame.from_dict(evaluation.sets, orient="index")
+
+    def modify(self, **options: Any) -> "LoadedRun":
+        """Return the run with other options of its memory, discipline="queue", and the weights of its checkpoint.
+
+        Raises ConfigError for an unknown option, and RunError if the weights do not fit.
+        """
+        changes = {name: f"model.memory.{name}={json.dumps(value)}" for name, value in options.items()}
+        kept = [
+            change for change in self.changes if change.partition("=")[0] not in {f"model.memory.{n}" for n in options}
+        ]
+        return _load(self.folder, self.checkpoint, (*kept, *changes.values()))
+
+    def _encode(self, caller: str, text: str, minimum: int = 0) -> list[int]:
+        """Return the ids of a text. Raises RunError for runs without a tokenizer and for texts that are too short."""
+        if self.tokenizer is None:
+            raise RunError(
+                f"{self.folder.path}: trained on {self.config.data.kind}, not on text; it cannot {caller} text"
+            )
+        if self.config.data.objective == "arithmetic":
+            check_symbols(f"{caller}: the text", text)
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids  # as in the training data
+        if len(ids) < minimum:
+            raise RunError(f"{caller}: the text has no tokens; give a longer one")
+        return ids
+
+    @torch.no_grad()
+    def _run_model(self, ids: list[int]) -> Tensor:
+        """Return the logits [T, V] of token ids."""
+        tokens = torch.tensor([ids], device=next(self.model.parameters()).device)
+        return self.model(tokens).logits[0].float().cpu()
 
 
 def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRun:
@@ -79,19 +183,24 @@ def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRu
         ConfigError: The run has a plugin outside the current project, and STACKEXP_TRUST_PLUGINS is not 1.
     """
     folder = runs.open_run(str(path))
-    config = _load_config(folder)
+    load_config(folder.config)  # a plugin or a bad config fails before a missing checkpoint
     chosen = str(checkpoint) if checkpoint else "best" if folder.best_checkpoint() else "last"
-    found = checkpoints.find_checkpoint(folder, chosen)
-    model = build_objective(config).build_module(weights=found).model.eval()
-    tokenizer_file = folder.find_tokenizer(found)
+    return _load(folder, checkpoints.find_checkpoint(folder, chosen), ())
+
+
+def _load(folder: RunFolder, checkpoint: Path, changes: tuple[str, ...]) -> LoadedRun:
+    config = _load_config(folder, changes)
+    module = build_objective(config).build_module(weights=checkpoint)
+    tokenizer_file = folder.find_tokenizer(checkpoint)
     tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file else None
-    return LoadedRun(folder, config, found, model, tokenizer)
+    return LoadedRun(folder, config, checkpoint, module.eval(), tokenizer, changes)
 
 
-def _load_config(folder: RunFolder) -> ExperimentConfig:
-    """Return the config of a run, changed so that the model runs whole and eager, on any device."""
-    config = load_config(folder.config)
+def _load_config(folder: RunFolder, changes: tuple[str, ...]) -> ExperimentConfig:
+    """Return the config of a run, changed so that the model runs whole and eager, on any single device."""
+    config = compose([str(folder.config)], list(changes), is_training=False) if changes else load_config(folder.config)
     config.trainer.strategy = "single"
+    config.trainer.devices = config.trainer.num_nodes = 1
     config.trainer.compile = False  # inputs of many lengths would each compile again
     if isinstance(config.model, TransformerConfig):
         config.model.attention = "sdpa"  # the other kernels need CUDA, and some need bfloat16

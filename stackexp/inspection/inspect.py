@@ -25,7 +25,7 @@ from stackexp.inspection.interventions import TokenBatch, check_heads, format_ch
 from stackexp.inspection.page import StackMeans, draw_maps, format_means, format_page
 from stackexp.models.checkpoints import load_state
 from stackexp.models.memories.stack import compute_action_spread
-from stackexp.models.stack_recording import Recording, find_stacks, record_stacks
+from stackexp.models.stack_recording import ACTIONS, Recording, find_recorded, record_stacks
 from stackexp.reports.figures import save_figure
 from stackexp.tasks import TASKS
 from stackexp.training.tensorboard import write_image
@@ -49,7 +49,7 @@ def run(
     TensorBoard shows the maps under Images, as the run <run>/inspect.
     """
     loaded = load_run(run, ckpt_path)
-    find_stacks(loaded.model)  # fails for models without a stack, before anything is written
+    find_recorded(loaded.model)  # fails for models without a stack, before anything is written
     if heads:
         check_heads(loaded.model)
     if text is not None:
@@ -99,8 +99,8 @@ def record(loaded: LoadedRun, inputs: "InspectionInput") -> tuple[list[StackMean
         for i, recording in enumerate(recordings)
     ]
     first = [
-        Recording(stack.layer, stack.site, {name: value[:1] for name, value in values[0][i].items()})
-        for i, stack in enumerate(stacks)
+        replace(recording, values={name: value[:1] for name, value in values[0][i].items()})
+        for i, recording in enumerate(recordings)
     ]
     return stacks, first
 
@@ -108,10 +108,12 @@ def record(loaded: LoadedRun, inputs: "InspectionInput") -> tuple[list[StackMean
 def average_values(values: list[dict[str, Tensor]]) -> dict[str, np.ndarray]:
     """Return the means of recorded values {name: [B, T, H]} of several batches: {name: [H]}.
 
-    Adds action_spread, the standard deviation of the actions over the tokens of a sequence.
+    If all actions are recorded, adds action_spread, their standard deviation over the tokens of a sequence.
     """
     means = {name: torch.cat([v[name].flatten(0, 1) for v in values]).mean(0).numpy() for name in values[0]}
-    spreads = [compute_action_spread(torch.stack([v[name] for name in ("push", "pop", "no_op")], -1)) for v in values]
+    if not means.keys() >= set(ACTIONS):
+        return means
+    spreads = [compute_action_spread(torch.stack([v[name] for name in ACTIONS], -1)) for v in values]
     return means | {"action_spread": torch.cat(spreads).mean(0).numpy()}
 
 

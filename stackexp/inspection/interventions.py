@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stackexp.errors import ConfigError
+from stackexp.models.memories.base import Memory
 from stackexp.models.memories.residual_stack import ResidualStack
-from stackexp.models.memories.stack import NEVER
-from stackexp.models.stack_recording import ACTIONS, Recording, Stack, find_stacks, record_stacks, wrap_updates
+from stackexp.models.memories.stack import NEVER, StackMemory
+from stackexp.models.stack_recording import ACTIONS, Recording, Stack, find_recorded, record_stacks, wrap_method
 from stackexp.modules.scores import bootstrap_interval
 from stackexp.tables import format_table
 
@@ -28,12 +29,13 @@ class Intervention:
 
     Each function receives the memory and a tensor (the state for `state`) and returns the new one: logits [..., H, 3],
     read [..., H, D]. A residual stack has logits [B, T, 3], and its read is the weights of the slots [B, T, S].
+    A memory that is not a stack has no logits, and its read is what it adds to the hidden state [B, T, d].
     """
 
     name: str
     logits: Callable[[Stack, Tensor], Tensor] | None = None
     state: Callable[[Stack, Any], Any] | None = None
-    read: Callable[[Stack, Tensor], Tensor] | None = None
+    read: Callable[[Any, Tensor], Tensor] | None = None
     layer: int | None = None
 
 
@@ -85,14 +87,15 @@ def format_changes(changes: list[dict[str, Any]]) -> str:
 
 def check_heads(model: nn.Module) -> None:
     """Raise ConfigError if the stacks have no heads to intervene on separately."""
-    stack = find_stacks(model)[0]
-    if _count_heads(stack) == 1:
-        found = "a residual stack has no heads" if isinstance(stack, ResidualStack) else "the stacks have one head"
+    memory = find_recorded(model)[0]
+    if _count_heads(memory) == 1:
+        name = type(memory).__name__
+        found = "the stacks have one head" if isinstance(memory, StackMemory) else f"{name} has no heads"
         raise ConfigError(f"inspect: --heads: {found}; omit --heads")
 
 
-def _count_heads(stack: Stack) -> int:
-    return 1 if isinstance(stack, ResidualStack) else stack.config.num_heads
+def _count_heads(memory: Memory) -> int:
+    return memory.config.num_heads if isinstance(memory, StackMemory) else 1
 
 
 def list_interventions(model: nn.Module, means: list[Recording], heads: bool = False) -> list[Intervention]:
@@ -102,13 +105,15 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
     Reads are dropped in all layers, in one layer, or (with `heads`) in one head; or exchanged between the heads.
     A residual stack without its reads still reads its top. It is cleared after the attention of the layer has read it.
     Feedback changes the logits after the intervention. So with feedback, actions are neither frozen nor hardened, and
-    a dropped read is still fed back.
+    a dropped read is still fed back. Of other memories, what they add to the hidden state is dropped, or their state is
+    cleared.
     """
-    stacks = find_stacks(model)
+    stacks = find_recorded(model)
     num_heads, found = _count_heads(stacks[0]), []
     has_feedback = getattr(stacks[0].config, "feedback", False)
     suffix = ", but fed back" if has_feedback else ""
-    if stacks[0].actions is not None:
+    read, noun = ("read", "stack") if isinstance(stacks[0], Stack) else ("output", "state")
+    if isinstance(stacks[0], Stack) and stacks[0].actions is not None:
         found = [
             Intervention(f"{action} = {value}", logits=functools.partial(_force, index=i, value=value))
             for i, action in enumerate(ACTIONS)
@@ -119,12 +124,14 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
             found.append(Intervention("actions hardened", logits=_harden))
     if num_heads > 1:
         found.append(Intervention("reads of the heads exchanged", read=lambda _, read: read.roll(1, -2)))
-    found.append(Intervention(f"reads dropped{suffix}", read=_drop_read))
+    found.append(Intervention(f"{read}s dropped{suffix}", read=_drop_read))
     layers = sorted({memory.layer for memory in stacks})
-    found += [Intervention(f"read of layer {layer} dropped{suffix}", read=_drop_read, layer=layer) for layer in layers]
+    found += [
+        Intervention(f"{read} of layer {layer} dropped{suffix}", read=_drop_read, layer=layer) for layer in layers
+    ]
     if stacks[0].axis == "depth":
         found += [
-            Intervention(f"stack cleared before layer {layer}", state=lambda _, state: clear(state), layer=layer)
+            Intervention(f"{noun} cleared before layer {layer}", state=lambda _, state: clear(state), layer=layer)
             for layer in layers[1:]
         ]
     if heads and num_heads > 1:
@@ -143,11 +150,24 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
 @contextlib.contextmanager
 def intervene(model: nn.Module, intervention: Intervention) -> Iterator[None]:
     """Apply an intervention in the forward passes within this context."""
-    stacks = [m for m in find_stacks(model) if intervention.layer in (None, m.layer)]
+    memories = [m for m in find_recorded(model) if intervention.layer in (None, m.layer)]
     if intervention.state:
-        stacks = stacks[:1]  # the first memory of the layer
-    with wrap_updates(dict.fromkeys(stacks, functools.partial(_update_changed, intervention))):
+        memories = memories[:1]  # the first memory of the layer
+    method, change = ("update", _update_changed) if isinstance(memories[0], Stack) else ("forward", _forward_changed)
+    with wrap_method(method, dict.fromkeys(memories, functools.partial(change, intervention))):
         yield
+
+
+def _forward_changed(
+    intervention: Intervention, memory: Memory, forward: Callable, h: Tensor, state: Any, **options: Any
+) -> Any:
+    """Run a memory that is not a stack. Its cleared state is the one with which the first layer starts."""
+    if intervention.state:
+        state = memory.empty_state(h)
+    output, state, stats = forward(h, state, **options)
+    if intervention.read:
+        output = h + intervention.read(memory, output - h)
+    return output, state, stats
 
 
 def _update_changed(
@@ -182,7 +202,7 @@ def _force(memory: Stack, logits: Tensor, index: int, value: int) -> Tensor:
     return logits.masked_fill(is_chosen if value == 0 else ~is_chosen, NEVER)
 
 
-def _freeze(stacks: list[Stack], means: list[Recording]) -> Callable[[Stack, Tensor], Tensor]:
+def _freeze(stacks: Sequence[Memory], means: list[Recording]) -> Callable[[Stack, Tensor], Tensor]:
     frozen = {}
     for memory, recording in zip(stacks, means, strict=True):
         actions = torch.stack([recording.values[name] for name in ACTIONS], -1)  # [B, T, H, 3]
@@ -195,7 +215,7 @@ def _harden(memory: Stack, logits: Tensor) -> Tensor:
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True), NEVER)
 
 
-def _drop_read(memory: Stack, read: Tensor) -> Tensor:
+def _drop_read(memory: Memory, read: Tensor) -> Tensor:
     if isinstance(memory, ResidualStack):
         return torch.cat([read[..., :1], torch.zeros_like(read[..., 1:])], -1)
     return torch.zeros_like(read)

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from stackexp.models.stack_recording import ACTIONS, MEASUREMENTS, Recording
+from stackexp.models.stack_recording import ACTIONS, Recording
 from stackexp.reports.figures import new_figure
 from stackexp.tables import format_table
 
 MAX_PAGE_TOKENS = 256
 MAP_COLUMNS = 5
-MEANS = (*MEASUREMENTS, "action_spread")
 SHARES = (*ACTIONS, "read_sharpness")  # measurements from 0 to 1
 
 
@@ -29,8 +28,9 @@ class StackMeans:
 
 def format_means(stacks: list[StackMeans]) -> str:
     """Return a table with a row for each stack: means over tokens and heads."""
-    rows = [[str(s.layer), s.site, *(f"{s.values[name].mean():.3f}" for name in MEANS)] for s in stacks]
-    return format_table(rows, header=["layer", "site", *MEANS], align="><" + ">" * len(MEANS))
+    names = list(stacks[0].values)
+    rows = [[str(s.layer), s.site, *(f"{s.values[name].mean():.3f}" for name in names)] for s in stacks]
+    return format_table(rows, header=["layer", "site", *names], align="><" + ">" * len(names))
 
 
 def draw_maps(stacks: list[StackMeans]) -> Any:
@@ -38,12 +38,14 @@ def draw_maps(stacks: list[StackMeans]) -> Any:
     from matplotlib.ticker import FixedLocator
 
     labels = [_name_stack(stack).removeprefix("layer ") for stack in stacks]
-    rows = -(-len(MEANS) // MAP_COLUMNS)
-    figure, panels = new_figure(14, 2.4 * rows, rows, MAP_COLUMNS, sharey=True)
-    for panel, name in zip(panels.flat, MEANS, strict=False):
+    names = list(stacks[0].values)
+    rows = -(-len(names) // MAP_COLUMNS)
+    figure, panels = new_figure(14, 2.4 * rows, rows, MAP_COLUMNS, sharey=True, squeeze=False)
+    for panel, name in zip(panels.flat, names, strict=False):
         values = np.stack([stack.values[name] for stack in stacks])  # [stacks, H]
         largest = 1.0 if name in SHARES else values.max() or 1.0
-        image = panel.imshow(values, aspect="auto", vmin=0, vmax=largest, cmap="cividis", origin="lower")
+        smallest = min(0.0, values.min())  # a plugin may report negative values
+        image = panel.imshow(values, aspect="auto", vmin=smallest, vmax=largest, cmap="cividis", origin="lower")
         panel.set(title=name.replace("_", "-" if name == "no_op" else " "), xlabel="head")
         panel.set_xticks(range(values.shape[1]))
         panel.grid(visible=False)
@@ -52,7 +54,7 @@ def draw_maps(stacks: list[StackMeans]) -> Any:
         panel.set_ylabel("layer")
         panel.yaxis.set_major_locator(FixedLocator(range(len(stacks)), nbins=8))
         panel.yaxis.set_major_formatter(lambda y, _: labels[round(y)] if 0 <= round(y) < len(labels) else "")
-    for panel in panels.flat[len(MEANS) :]:
+    for panel in panels.flat[len(names) :]:
         panel.set_visible(False)
     return figure
 
@@ -78,7 +80,13 @@ def format_page(title: str, labels: list[str], recordings: list[Recording]) -> s
         for recording in recordings
     ]
     data = json.dumps(
-        {"tokens": labels, "stacks": stacks, "titles": MEASUREMENTS, "shares": SHARES, "actions": ACTIONS}
+        {
+            "tokens": labels,
+            "stacks": stacks,
+            "titles": recordings[0].meanings,
+            "shares": SHARES,
+            "actions": [name for name in ACTIONS if name in recordings[0].values],
+        }
     )
     values = {"DATA": data.replace("<", "\\u003c"), "TITLE": html.escape(title)}  # no tag can begin inside the script
     return re.sub(r"\{(DATA|TITLE)\}", lambda match: values[match[1]], PAGE)
@@ -108,7 +116,7 @@ const byId = id => document.getElementById(id);
 const option = (select, value, text) => select.add(new Option(text, value));
 Object.entries(data.titles).forEach(([name, title]) => option(byId("measure"), name, title));
 data.stacks.forEach((stack, i) => option(byId("stack"), i, stack.name));
-data.stacks[0].values.push[0].forEach((_, i) => option(byId("head"), i, "head " + i));
+Object.values(data.stacks[0].values)[0][0].forEach((_, i) => option(byId("head"), i, "head " + i));
 option(byId("head"), "mean", "mean of the heads");
 let chosen = 0;
 
@@ -140,7 +148,7 @@ function draw() {
 }
 function drawDetail() {
   const names = Object.keys(data.titles).filter(name => !data.actions.includes(name));
-  const rows = data.stacks.flatMap((stack, i) => stack.values.push[chosen].map((_, head) => {
+  const rows = data.stacks.flatMap((stack, i) => Object.values(stack.values)[0][chosen].map((_, head) => {
     const at = name => stack.values[name][chosen][head];
     const bar = data.actions.map(name =>
       `<span class="bar ${name}" style="width:${60 * at(name)}px" title="${name} ${at(name)}"></span>`).join("");

@@ -1,4 +1,4 @@
-"""Record the actions, the occupancy and the reads of every stack in a forward pass."""
+"""Record what every memory does in a forward pass: actions, occupancy and reads of stacks, reports of the others."""
 
 import contextlib
 import functools
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stackexp.errors import RunError
+from stackexp.models.memories.base import Memory
 from stackexp.models.memories.residual_stack import ResidualStack, ResidualStackOutput, compute_read_share
 from stackexp.models.memories.stack import StackMemory
 from stackexp.stack import eager, reference, use_implementation
@@ -35,10 +36,14 @@ Stack = StackMemory | ResidualStack
 
 @dataclass
 class Recording:
-    """The measurements of one memory, {name: [B, T, H]}. `read_share` of a head is that of its own read."""
+    """The measurements of one memory, {name: [B, T, H]}. `read_share` of a head is that of its own read.
+
+    `meanings` explains each name.
+    """
 
     layer: int
     site: str
+    meanings: dict[str, str] = field(default_factory=MEASUREMENTS.copy)
     values: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, values: dict[str, Tensor]) -> None:
@@ -51,45 +56,84 @@ def find_stacks(model: nn.Module) -> list[Stack]:
     """Return the stack memories of a model. Raises RunError if it has none."""
     stacks = [memory for memory in model.memories if isinstance(memory, Stack)]
     if not stacks:
-        raise RunError("inspect: the model has no stack; inspect a run with model.memory.kind=stack or residual_stack")
+        raise RunError("the model has no stack; give a run with model.memory.kind=stack or residual_stack")
     return stacks
 
 
-@contextlib.contextmanager
-def wrap_updates(wrappers: Mapping[Stack, Callable]) -> Iterator[None]:
-    """Call `wrapper(memory, update, state, x, logits, h)` in place of `memory.update` within this context.
+def find_recorded(model: nn.Module) -> list[Memory]:
+    """Return the memories of a model that can be recorded: stacks, and those that state what they report.
 
-    For a residual stack, h is the output of the sublayer.
+    Raises RunError if there are none.
     """
-    outer = {memory: memory.__dict__.get("update") for memory in wrappers}
+    memories = [memory for memory in getattr(model, "memories", ()) if isinstance(memory, Stack) or memory.reports]
+    if not memories:
+        raise RunError(
+            "inspect: the model has no stack, and no memory that reports values; give a run with "
+            "model.memory.kind=stack or residual_stack, or see Memory.report in stackexp/models/memories/base.py"
+        )
+    return memories
+
+
+@contextlib.contextmanager
+def wrap_method(name: str, wrappers: Mapping[Any, Callable]) -> Iterator[None]:
+    """Call `wrapper(memory, method, ...)` in place of the method `name` of each memory within this context."""
+    outer = {memory: memory.__dict__.get(name) for memory in wrappers}
     for memory, wrapper in wrappers.items():
-        memory.__dict__["update"] = functools.partial(wrapper, memory, memory.update)
+        memory.__dict__[name] = functools.partial(wrapper, memory, getattr(memory, name))
     try:
         yield
     finally:
-        for memory, update in outer.items():
-            memory.__dict__["update"] = update
-            if update is None:  # the method of the class again
-                del memory.__dict__["update"]
+        for memory, method in outer.items():
+            memory.__dict__[name] = method
+            if method is None:  # the method of the class again
+                del memory.__dict__[name]
 
 
 @contextlib.contextmanager
 def record_stacks(model: nn.Module) -> Iterator[list[Recording]]:
-    """Record every stack in the forward passes within this context; each pass replaces the previous one's values."""
-    stacks = find_stacks(model)
-    recordings = [Recording(memory.layer, memory.site) for memory in stacks]
-    wrappers = {memory: functools.partial(_update_recorded, r) for memory, r in zip(stacks, recordings, strict=True)}
+    """Record every memory in the forward passes within this context; each pass replaces the previous one's values.
+
+    Raises RunError if a memory reports other values than it states.
+    """
+    recordings, wrappers = [], {}
+    memories = find_recorded(model)
+    for memory in memories:
+        if isinstance(memory, Stack):
+            recording = Recording(memory.layer, memory.site)
+            wrappers[memory] = functools.partial(_update_recorded, recording)
+        else:
+            recording = Recording(memory.layer, memory.site, memory.reports)
+            memory.reporter = functools.partial(_add_reported, recording, type(memory).__name__)
+        recordings.append(recording)
 
     def clear(*_: Any) -> None:
         for recording in recordings:
             recording.values = {}
 
-    hook = model.register_forward_pre_hook(clear)
+    def check(*_: Any) -> None:
+        for memory, recording in zip(memories, recordings, strict=True):
+            if missing := recording.meanings.keys() - recording.values.keys():
+                raise RunError(f"{type(memory).__name__}.forward: reports no {', '.join(sorted(missing))}; call report")
+
+    hooks = [model.register_forward_pre_hook(clear), model.register_forward_hook(check)]
     try:
-        with wrap_updates(wrappers), use_implementation("eager"), torch.no_grad():
+        with wrap_method("update", wrappers), use_implementation("eager"), torch.no_grad():
             yield recordings
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
+        for memory in memories:
+            memory.reporter = None
+
+
+def _add_reported(recording: Recording, name: str, values: dict[str, Tensor]) -> None:
+    """Append the values [B, T] or [B, T, H] of the next tokens. Raises RunError for other names or shapes."""
+    if unknown := values.keys() - recording.meanings.keys():
+        raise RunError(f"{name}.report: {', '.join(sorted(unknown))}: not in {name}.reports; add it there")
+    for key, value in values.items():
+        if value.ndim not in (2, 3):
+            raise RunError(f"{name}.report: {key} is {list(value.shape)}; expected [B, T] or [B, T, H]")
+    recording.add({key: value.float().reshape(*value.shape[:2], -1) for key, value in values.items()})
 
 
 def _update_recorded(

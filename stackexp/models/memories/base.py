@@ -6,6 +6,7 @@ To add a memory, subclass `Memory` in a file of your own, next to a dataclass wi
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -50,6 +51,8 @@ class Memory(nn.Module):
     no_decay: tuple[str, ...] = ()  # matrices without weight decay; vectors and scalars never decay
     fans: dict[str, Fan] = {}  # of each parameter with two or more dimensions; muP and Muon require it
     uses_random_numbers: bool = False  # whether `forward` draws random numbers in training
+    reports: dict[str, str] = {}  # name -> meaning of the values that `forward` gives to `report`
+    reporter: Callable[[dict[str, Tensor]], None] | None = None  # set by `inspect`
     entropy_weight: float = 0.0  # the loss includes entropy_weight * mean of stats["entropy"] over memories
 
     def __init__(self, config: Any, model: TransformerConfig, layer: int) -> None:
@@ -80,6 +83,14 @@ class Memory(nn.Module):
         for module in self.modules():
             if module is not self and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
+
+    def report(self, **values: Tensor) -> None:
+        """Show values of each token [B, T], or of each token and head [B, T, H], in `inspect`; else do nothing.
+
+        Call it in `forward` with the names that `reports` lists, such as push, read and occupancy.
+        """
+        if self.reporter is not None:
+            self.reporter(values)
 
     def init_identity(self) -> None:
         """Change the initialized parameters so that `forward` returns h, for `warm_start.memory: identity`.
