@@ -97,10 +97,10 @@ def backward(
     grads = (tensors.grad_slots, tensors.grad_mask)
     w = load_or_default(nothing, tensors.query, at_w, within)
     stages, actions = start_pipeline(xs, logits, offsets, settings)
-    from_read = load_or_default(nothing, tensors.grad_read, at_x, within)
+    grad_read = load_or_default(nothing, tensors.grad_read, at_x, within)
     sizes = (num_occupied, num_occupied, num_new, num_slots)
     value, highest, total = _load_softmax(stages, actions, tensors, w, sizes, offsets, settings)
-    softmax = (from_read, tl.sum(from_read * value, 1), highest, total)
+    softmax = (grad_read, tl.sum(grad_read * value, 1), highest, total)
     stages = fill_pipeline(stages, actions, source, filled, num_slots, offsets, settings)
 
     to_w, sums = nothing, (nothing, nothing, nothing, none, none, none)
@@ -116,7 +116,7 @@ def backward(
         if settings.read == "global":
             grad, grad_m, to_w = read_slot_backward((grad, grad_m, to_w), new, m, w, softmax, j < num_new, settings)
         else:
-            grad += tl.where(j == 0, from_read, 0)
+            grad += tl.where(j == 0, grad_read, 0)
         sums, complete, complete_mask, above_queue = update_backward(
             (grad, grad_m), (above, above_mask, above_queue), window, stages[LAST], actions[LAST], sums, settings
         )

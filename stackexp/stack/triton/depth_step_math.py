@@ -239,10 +239,10 @@ def read_slot_backward(grads, slot, mask, w, softmax, is_occupied, settings: tl.
     `softmax`: dR, dR . R, the highest score, and the softmax denominator; with log_total as the score, it is 1.
     """
     grad, grad_mask, to_w = grads
-    from_read, mean, highest, total = softmax
+    grad_read, mean, highest, total = softmax
     score, content = _compute_score(slot, mask, w, settings)
     weight = divide(tl.where(is_occupied, tl.exp(tl.minimum(score - highest, 0)), 0), total)
-    to_score = weight * (tl.sum(from_read * slot, 1) - mean)
+    to_score = weight * (tl.sum(grad_read * slot, 1) - mean)
     to_content = to_score
     if settings.read_mask == "multiply":
         to_content, to_mask = to_score * mask, to_score * content
@@ -250,7 +250,7 @@ def read_slot_backward(grads, slot, mask, w, softmax, is_occupied, settings: tl.
         to_mask = tl.where(mask >= settings.tiny, divide(to_score, tl.maximum(mask, settings.tiny)), 0)
     else:
         to_mask = to_score * -settings.empty_score
-    grad = tl.fma(weight[:, None], from_read, tl.fma(to_content[:, None], w, grad))
+    grad = tl.fma(weight[:, None], grad_read, tl.fma(to_content[:, None], w, grad))
     return grad, grad_mask + to_mask, tl.fma(to_content[:, None], slot, to_w)
 
 
