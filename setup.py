@@ -69,5 +69,6 @@ setup(
         "wandb": ["wandb>=0.20"],  # logging.loggers=[wandb]
         "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.10"],  # logging.loggers=[mlflow]
         "optuna": ["optuna>=4"],
+        "flash": ["flash-attn>=2.8"],  # model.attention=flash_attn
     },
 )

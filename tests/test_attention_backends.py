@@ -4,6 +4,8 @@ On a CPU, plain torch functions replace the CUDA kernels.
 """
 
 import functools
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from stackexp.models.generation import generate
 from stackexp.models.layers import SAVED_OPERATOR_PREFIXES
 from stackexp.models.transformer import Cache
 
-BACKENDS = ["flex", "varlen", "varlen of torch 2.11"]
+BACKENDS = ["flex", "varlen", "varlen of torch 2.11", "flash_attn"]
 
 
 def build_window_mask(length, window_size):
@@ -49,9 +51,19 @@ def varlen_attn(q, k, v, starts_q, starts_k, longest_q, longest_k, *, window_siz
     return packed_attention(q, k, v, starts_q, starts_k, longest_q, longest_k, window_size[1] == 0, window_size)
 
 
+def flash_attn_func(q, k, v, *, causal, window_size):
+    assert causal == (window_size[1] == 0)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # input is [B, T, heads, D]
+    mask = build_window_mask(q.shape[2], window_size)
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+
+
 @pytest.fixture(autouse=True)
 def replacement_kernels(monkeypatch):
     """Replace the CUDA kernels by name and signature, and enable the flex_attention backward pass on a CPU."""
+    package = ModuleType("flash_attn")
+    package.flash_attn_func, package.flash_attn_varlen_func = flash_attn_func, packed_attention
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     monkeypatch.setattr(attention, "check_backend", lambda *_: None)
@@ -124,9 +136,10 @@ def test_cached_logits_match_full_forward(backend):
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_generation_uses_sdpa(window):
-    """The CUDA kernel needs bfloat16, but a text sample is drawn in the dtype of the weights, maybe on a CPU."""
-    wanted, got = (make_model(b, STACK, attention_window=window) for b in ("sdpa", "varlen"))
+@pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
+def test_generation_uses_sdpa(backend, window):
+    """The CUDA kernels need bfloat16, but a text sample is drawn in the dtype of the weights, maybe on a CPU."""
+    wanted, got = (make_model(b, STACK, attention_window=window) for b in ("sdpa", backend))
     for layer in got.layers:
         layer.attention.attend = None
     assert torch.equal(generate(got, TOKENS, 4, temperature=0), generate(wanted, TOKENS, 4, temperature=0))
@@ -164,6 +177,14 @@ class KernelCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@torch.library.custom_op("flash_attn::_flash_attn_replacement", mutates_args=())
+def flash_kernel(q: torch.Tensor) -> torch.Tensor:
+    return q.clone()
+
+
+flash_kernel.register_autograd(lambda ctx, gradient: gradient)
+
+
 @torch.library.custom_op("torch_attn::_varlen_attn_replacement", mutates_args=())
 def varlen_kernel(q: torch.Tensor) -> torch.Tensor:
     return q.clone()
@@ -174,14 +195,15 @@ varlen_kernel.register_autograd(lambda ctx, gradient: gradient)
 
 @pytest.mark.parametrize(
     ("backend", "recompute"),
-    [("flex", True), ("flex", "selective"), ("varlen", "selective")],
+    [("flex", True), ("flex", "selective"), ("varlen", "selective"), ("flash_attn", "selective")],
 )
 def test_selective_recomputation_computes_attention_once(backend, recompute):
-    """Use a replacement operator in the torch_attn namespace, like the real kernel."""
+    """Use replacement operators in the torch_attn and flash_attn namespaces, like the real kernels."""
     model = make_model(backend, num_kv_heads=4)
     model.checkpoint_blocks = recompute
-    for layer in model.layers if backend == "varlen" else []:
-        layer.attention.attend = lambda q, *_: varlen_kernel(q)
+    replacement = {"varlen": varlen_kernel, "flash_attn": flash_kernel}.get(backend)
+    for layer in model.layers if replacement else []:
+        layer.attention.attend = lambda q, *_: replacement(q)
     with KernelCalls() as calls:
         loss = model(TOKENS).logits.sum()
         forward = len(calls.names)
@@ -199,7 +221,8 @@ def test_backends_compile_to_one_graph():
     def kernel(q, k, v, *_, **__):
         return q + (k + v).repeat_interleave(2, 1)
 
-    for backend in ("flex", "varlen"):
+    for backend in ("flex", "varlen", "flash_attn"):
+        sys.modules["flash_attn"].flash_attn_varlen_func = kernel
         model = make_model(backend, dtype=torch.float32, num_layers=1)
         for layer in model.layers if backend == "varlen" else []:
             layer.attention.attend = functools.partial(attention.varlen, kernel, True, (-1, 0))

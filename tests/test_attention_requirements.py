@@ -1,5 +1,6 @@
 """Requirements of the attention backends: config errors, missing kernels, document bounds, and kernels on a GPU."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -39,9 +40,9 @@ def test_training_step_passes_document_bounds():
     ("overrides", "found"),
     [
         (["model.attention=varlen", "trainer.precision=32-true"], "varlen requires"),
-        (["model.attention=varlen", "model.positional=alibi"], "varlen does not support positional: alibi"),
+        (["model.attention=flash_attn", "model.positional=alibi"], "flash_attn does not support positional: alibi"),
         (["model.attention=flex", "trainer.accelerator=cpu"], "flex requires CUDA, found trainer.accelerator cpu"),
-        (["model.attention=varlem"], "expected one of sdpa, flex, varlen, found 'varlem'; did you mean"),
+        (["model.attention=flash"], "expected one of sdpa, flex, varlen, flash_attn, found 'flash'; did you mean"),
     ],
 )
 def test_unsupported_backend_options_are_config_errors(overrides, found):
@@ -52,12 +53,17 @@ def test_unsupported_backend_options_are_config_errors(overrides, found):
 
 
 def test_missing_kernels_are_one_line_errors(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    overrides = ("model.attention=varlen", "trainer.precision=bf16-mixed", "trainer.accelerator=auto")
-    with pytest.raises(ConfigError, match=r"^model\.attention=varlen needs a CUDA device, not cpu; .*=sdpa$"):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    overrides = ("model.attention=flash_attn", "trainer.precision=bf16-mixed", "trainer.accelerator=cuda")
+    with pytest.raises(ConfigError, match=r"^model\.attention=flash_attn needs the package flash-attn \(.*\); pip .*$"):
         LanguageModeling(compose_config(*overrides))
-    with pytest.raises(ConfigError, match="needs a CUDA device"):
-        make_model("varlen")(TOKENS)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for backend in ("varlen", "flash_attn"):
+        overrides = (f"model.attention={backend}", "trainer.precision=bf16-mixed", "trainer.accelerator=auto")
+        with pytest.raises(ConfigError, match=rf"^model\.attention={backend} needs a CUDA device, not cpu; .*=sdpa$"):
+            LanguageModeling(compose_config(*overrides))
+        with pytest.raises(ConfigError, match="needs a CUDA device"):
+            make_model(backend)(TOKENS)
     with pytest.raises(ConfigError, match="no backward pass on CPUs"):
         make_model("flex")(TOKENS)
 
@@ -65,7 +71,7 @@ def test_missing_kernels_are_one_line_errors(monkeypatch):
 def test_plan_needs_no_attention_kernel():
     from stackexp.planning.cost import build_meta_model, make_plan
 
-    config = compose_config("model.attention=varlen", "trainer.precision=bf16-mixed", "trainer.accelerator=cuda")
+    config = compose_config("model.attention=flash_attn", "trainer.precision=bf16-mixed", "trainer.accelerator=cuda")
     assert build_meta_model(config).config.attention == "sdpa"
     sdpa = compose_config("trainer.precision=bf16-mixed", "trainer.accelerator=cuda")
     assert make_plan(config).peak == make_plan(sdpa).peak
@@ -73,10 +79,12 @@ def test_plan_needs_no_attention_kernel():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("backend", ["flex", "varlen"])
+@pytest.mark.parametrize("backend", ["flex", "varlen", "flash_attn"])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_gpu_kernels_are_as_accurate_as_sdpa(backend, kv_heads):
     """Allow at most twice the bfloat16 error of sdpa, relative to sdpa in float64."""
+    if backend == "flash_attn":
+        pytest.importorskip("flash_attn")
     tokens = torch.randint(VOCAB, (4, 200), generator=torch.Generator().manual_seed(1))
     documents = compute_document_ids(tokens, END).cuda()
     options = {"hidden_size": 128, "num_kv_heads": kv_heads}  # heads of 32

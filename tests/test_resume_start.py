@@ -14,7 +14,6 @@ from saved_models import make_state
 from stackexp import runs
 from stackexp.cli import main
 from stackexp.config.compose import compose, load_config
-from stackexp.config.yaml_files import flatten, upgrade_run_options
 from stackexp.errors import FolderBusyError, RunError
 from stackexp.models import checkpoints
 from stackexp.runs import MANIFEST, RunFolder, read_manifest, write_manifest
@@ -116,7 +115,6 @@ def test_run_of_the_version_before_is_read_and_resumed(unfinished, monkeypatch):
     assert load_config(unfinished.config).logging.loggers == unfinished.read_options()["logging.loggers"] == ["wandb"]
     assert load_config(unfinished.config).warm_start.weights is None
     assert load_config(unfinished.config).trainer.cross_entropy == "chunked"
-    assert flatten(upgrade_run_options({"model": {"attention": "flash_attn"}})) == {"model.attention": "varlen"}
     shutil.rmtree(unfinished.checkpoints / "00000012")
     assert main(["runs", "adopt", str(unfinished.path)]) == 0
     assert main(["fit", "--run", str(unfinished.path), "logging.loggers=[]"]) == 0

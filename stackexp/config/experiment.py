@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Optional
 
 from stackexp.config.fields import Errors, option
-from stackexp.config.model import TransformerConfig
+from stackexp.config.model import FLASH_KERNELS, TransformerConfig
 from stackexp.config.trainer import TrainerConfig, find_class_errors
 
 
@@ -127,9 +127,9 @@ class ExperimentConfig:
 
     def _find_attention_errors(self, is_training: bool) -> Errors:
         attention, precision = getattr(self.model, "attention", "sdpa"), self.trainer.precision
-        if attention == "varlen" and not precision.startswith("bf16"):
-            yield "model.attention", f"varlen requires bfloat16, found trainer.precision {precision}; use sdpa"
-        if attention != "sdpa" and self.trainer.accelerator == "cpu" and (is_training or attention == "varlen"):
+        if attention in FLASH_KERNELS and not precision.startswith("bf16"):
+            yield "model.attention", f"{attention} requires bfloat16, found trainer.precision {precision}; use sdpa"
+        if attention != "sdpa" and self.trainer.accelerator == "cpu" and (is_training or attention in FLASH_KERNELS):
             yield "model.attention", f"{attention} requires CUDA, found trainer.accelerator cpu; use sdpa"
 
     @property

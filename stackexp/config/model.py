@@ -6,6 +6,9 @@ from typing import Any, Literal, Optional
 from stackexp.config.fields import Errors, option
 from stackexp.config.registry import get_entry, register
 
+FLASH_KERNELS = ("varlen", "flash_attn")
+"""Choices of `model.attention` that are CUDA kernels in half precision."""
+
 SYMBOLS = {"model.memory.num_heads": "H", "model.memory.head_dim": "d_s", "model.memory.num_slots": "S"}
 """The paper's notation, for trial names, tables and figures."""
 
@@ -51,8 +54,10 @@ class TransformerConfig:
     attention_log_base: Optional[int] = option(None, min=2)
     """Base b: the scores of a token that attends to n tokens are scaled by log_b n (Chiang & Cholak 2022); null does
     not scale."""
-    attention: Literal["sdpa", "flex", "varlen"] = option("sdpa", affects="execution")
-    """Attention kernel; results differ by rounding. All but sdpa train on CUDA only, varlen in bfloat16."""
+    attention: Literal["sdpa", "flex", "varlen", "flash_attn"] = option("sdpa", affects="execution")
+    """Attention kernel; results differ by rounding. All but sdpa train on CUDA only, varlen and flash_attn in
+    bfloat16.
+    """
 
     init: Literal["fan_in", "normal"] = "fan_in"
     """Distribution of random initial weights: fan_in (OLMo) is a truncated normal with sigma 1/sqrt(hidden_size),
@@ -94,8 +99,8 @@ class TransformerConfig:
             yield "mup_base_size", "requires init: fan_in and a value of embedding_std, the same for all widths"
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
-        if self.positional == "alibi" and self.attention == "varlen":
-            yield "attention", "varlen does not support positional: alibi; use sdpa or flex"
+        if self.positional == "alibi" and self.attention in FLASH_KERNELS:
+            yield "attention", f"{self.attention} does not support positional: alibi; use sdpa or flex"
         if self.attention_window and not self.causal:
             yield "attention_window", "requires causal: true"
         if self.positional == "sinusoidal" and self.embedding_scale != 1:

@@ -167,10 +167,7 @@ def _read_section(text: str) -> dict[str, Any]:
     return flatten(upgrade_run_options(_Reader(text, lambda line: "").get_single_data()))
 
 
-REMOVED_VALUES = {
-    ("model", "attention", "flash_attn"): "varlen",
-    ("trainer", "cross_entropy", "liger"): "chunked",
-}
+REMOVED_VALUES = {("trainer", "cross_entropy", "liger"): "chunked"}
 """Values of earlier versions, and those that replace them in the config of a run. Both give the same results."""
 
 

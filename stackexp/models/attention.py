@@ -5,12 +5,14 @@ A backend is one function per choice of `model.attention`:
     sdpa        torch's scaled_dot_product_attention; a document mask is dense, [B, 1, T, T]
     flex        torch's flex_attention, which skips fully masked blocks; forward only on CPUs
     varlen      torch.nn.attention.varlen over concatenated documents; CUDA, bfloat16
+    flash_attn  the package flash-attn (`pip install 'stackexp[flash]'`); CUDA, bfloat16
 
 It takes q [B, heads, T, D], k and v [B, kv heads, T, D], the mask from `build_mask` in its own format, and whether
 attention is causal. It returns [B, heads, T, D].
 """
 
 import functools
+import importlib
 import inspect
 import math
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from torch.nn import functional as F
 
 from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import build_document_mask, find_document_bounds
-from stackexp.errors import ConfigError
+from stackexp.errors import ConfigError, first_line
 from stackexp.models.layers import Linear
 
 if TYPE_CHECKING:
@@ -120,24 +122,36 @@ class FlexMask(NamedTuple):
 
 
 def load_backend(config: TransformerConfig) -> Backend:
-    """Return the attention function of a model."""
+    """Return the attention function of a model. The package flash-attn is imported at its first call."""
     if config.attention == "sdpa":
         return sdpa
     if config.attention == "flex":
         from torch.nn.attention.flex_attention import flex_attention
 
         return functools.partial(flex, flex_attention)
-    from torch.nn.attention.varlen import varlen_attn
+    window = _kernel_window(config)
+    if config.attention == "varlen":
+        from torch.nn.attention.varlen import varlen_attn
 
-    has_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 lacks it
-    before = -1 if config.attention_window is None else config.attention_window - 1  # -1: all keys
-    return functools.partial(varlen, varlen_attn, has_gqa, (before, 0 if config.causal else -1))
+        has_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 lacks it
+        return functools.partial(varlen, varlen_attn, has_gqa, window)
+    return functools.partial(flash_attn, window)
 
 
 def check_backend(backend: str, device_type: str) -> None:
-    """Raise ConfigError if a backend cannot run on this device type."""
-    if backend == "varlen" and device_type != "cuda":
-        raise ConfigError(f"model.attention=varlen needs a CUDA device, not {device_type}; set model.attention=sdpa")
+    """Raise ConfigError if a backend cannot run on this device type in this installation."""
+    if backend not in ("varlen", "flash_attn"):
+        return
+    if device_type != "cuda":
+        raise ConfigError(f"model.attention={backend} needs a CUDA device, not {device_type}; set model.attention=sdpa")
+    if backend == "flash_attn":
+        try:
+            importlib.import_module("flash_attn")
+        except ImportError as error:  # missing, or built for another torch
+            raise ConfigError(
+                f"model.attention=flash_attn needs the package flash-attn ({first_line(error)}); "
+                "pip install 'stackexp[flash]', or set model.attention=varlen"
+            ) from None
 
 
 def build_mask(
@@ -149,7 +163,7 @@ def build_mask(
 ) -> Any:
     """Return the attention mask of h [B, T, d] in the backend's format; all layers share it.
 
-    With sdpa, it is None without documents, window and ALiBi; with varlen, without documents.
+    With sdpa, it is None without documents, window and ALiBi; with varlen and flash_attn, without documents.
 
     Args:
         config: The model's options.
@@ -202,6 +216,12 @@ def _build_flex_mask(config: TransformerConfig, h: Tensor, documents: Tensor | N
     return FlexMask(create_block_mask(rule, batch, None, length, length, device=h.device), slopes)
 
 
+def _kernel_window(config: TransformerConfig) -> tuple[int, int]:
+    """Return how many keys before and after a query it attends to; -1: all."""
+    before = -1 if config.attention_window is None else config.attention_window - 1
+    return before, 0 if config.causal else -1
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """Attend with torch's scaled_dot_product_attention. A mask replaces `causal`."""
     if mask is not None and mask.is_floating_point():
@@ -246,20 +266,39 @@ def varlen(
 ) -> Tensor:
     """Attend with torch's varlen_attn, within documents.
 
-    `has_gqa`: the kernel accepts fewer heads in k and v than in q. `window`: how many keys before and after a query it
-    attends to (-1: all), which includes causality. `bounds`: int32 [n + 1], the document bounds in the concatenated
-    sequences; None: one document per sequence.
+    `has_gqa`: the kernel accepts fewer heads in k and v than in q. `window`: the result of `_kernel_window`, which
+    includes causality. `bounds`: int32 [n + 1], the document bounds in the concatenated sequences; None: one document
+    per sequence.
     """
-    check_backend("varlen", q.device.type)
+    if q.device.type != "cuda":
+        check_backend("varlen", q.device.type)
     batch, _, length, _ = q.shape
     if bounds is None:
         bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
     options = {"enable_gqa": _is_grouped(q, k)} if has_gqa else {}
     if _is_grouped(q, k) and not has_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B * T, heads, D]
-    y = kernel(q, k, v, bounds, bounds, length, length, window_size=window, **options)
+    y = kernel(*_concatenate(q, k, v), bounds, bounds, length, length, window_size=window, **options)
     return y.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+def flash_attn(window: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, causal: bool) -> Tensor:
+    """Attend with the package flash-attn; `window` and `bounds` are those of `varlen`."""
+    if q.device.type != "cuda":
+        check_backend("flash_attn", q.device.type)
+    from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+    batch, _, length, _ = q.shape
+    options = {"causal": causal, "window_size": window}
+    if bounds is None:
+        return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
+    y = flash_attn_varlen_func(*_concatenate(q, k, v), bounds, bounds, length, length, **options)
+    return y.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+def _concatenate(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Reshape [B, heads, T, D] to [B * T, heads, D]."""
+    return tuple(x.transpose(1, 2).flatten(0, 1) for x in tensors)
 
 
 def _is_grouped(q: Tensor, k: Tensor) -> bool:

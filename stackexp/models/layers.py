@@ -154,7 +154,7 @@ SAVED_OPERATORS = {
     *(aten._scaled_dot_product_fused_attention_overrideable.default, aten._flash_attention_forward.default),
 }
 """Operators whose outputs selective checkpointing saves: matrix products and attention."""
-SAVED_OPERATOR_PREFIXES = ("flex_attention", "torch_attn._varlen_attn")
+SAVED_OPERATOR_PREFIXES = ("flex_attention", "torch_attn._varlen_attn", "flash_attn._flash_attn")
 """Name prefixes of attention operators that exist only once their module is imported."""
 
 
