@@ -1,12 +1,11 @@
 """Figures: readable numbers, and names next to curves even where these coincide."""
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from formal_runs import ALL_LENGTHS, MODELS, finish, write_run
 
-from stackexp.reports.figures import abbreviate_thousands, label_curves, new_figure, save_figure
+from stackexp.reports.figures import abbreviate_thousands, new_figure, save_figure
 from stackexp.reports.formal import draw_bars, draw_curves
 from stackexp.reports.formal_runs import collect_results
 
@@ -20,24 +19,12 @@ def test_thousands_are_abbreviated():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "700k", "1.5M"]
 
 
-def test_names_of_curves_that_coincide_are_apart():
-    _, axes = new_figure(4, 3)
-    curves = {name: axes.plot([0, 1], [2.0, 1.0])[0] for name in "abc"} | {"d": axes.plot([0, 1], [2.0, 1.8])[0]}
-    label_curves(axes, curves)
-    levels = {text.get_text(): text.xyann[1] for text in axes.texts}
-    assert levels.keys() == curves.keys()
-    ordered = sorted(levels.values())
-    assert min(b - a for a, b in pairwise(ordered)) >= 0.05
-    assert {text.get_color() for text in axes.texts} == {curve.get_color() for curve in curves.values()}
-
-
 def test_names_with_dollar_signs_are_drawn(tmp_path):
     figure, axes = new_figure(4, 3)
-    curve = axes.plot([0, 1], [2.0, 1.0], label=r"run $\x$")[0]
+    axes.plot([0, 1], [2.0, 1.0], label=r"run $\x$")
     axes.set_yticks([1.0], labels=[r"$\x$"])
     axes.set_xlabel("$d_s$")
     axes.legend()
-    label_curves(axes, {r"a $\x$ b $": curve})
     save_figure(figure, tmp_path / "a.png")
     assert axes.xaxis.label.get_parse_math()
     assert not axes.get_legend().get_texts()[0].get_parse_math()

@@ -3,6 +3,7 @@
 import csv
 
 import numpy as np
+import pandas as pd
 import pytest
 from language_runs import finish, write_run
 
@@ -16,21 +17,19 @@ STEPS = np.arange(1, 101)
 
 
 def build_curve(name: str, losses, window: int = 5) -> Curve:
-    losses = np.asarray(losses, dtype=float)
-    tokens = STEPS[: len(losses)] * 1024
-    return Curve(name, {0: (tokens, losses)}, window, tokens, losses, smooth_losses(losses, window))
+    return Curve(name, pd.DataFrame({0: losses}, index=STEPS[: len(losses)] * 1024, dtype=float), window)
 
 
 def test_smoothing_is_a_centered_mean():
-    assert smooth_losses(np.array([1.0, 2, 3, 4, 10]), 3) == pytest.approx([1.5, 2, 3, 17 / 3, 7])
-    assert smooth_losses(np.array([1.0, 2, 4]), 2) == pytest.approx([1, 1.5, 3])
+    assert smooth_losses([1.0, 2, 3, 4, 10], 3).tolist() == pytest.approx([1.5, 2, 3, 17 / 3, 7])
+    assert smooth_losses([1.0, 2, 4], 2).tolist() == pytest.approx([1, 1.5, 3])
 
 
 def test_a_crossing_lasts_for_a_window():
     base = build_curve("base", np.full(100, 3.0))
     crossing = find_crossings(build_curve("a", 3 + 0.01 * (40.5 - STEPS)), base)
     assert crossing.crossings == [41 * 1024]
-    assert crossing.difference[-1] == pytest.approx(-0.585)
+    assert crossing.difference.iloc[-1] == pytest.approx(-0.585)
     blip = np.full(100, 3.1)
     blip[50:52] = 2.0  # smoothed: below for six steps
     assert find_crossings(build_curve("b", blip), base).crossings == [(49) * 1024, (55) * 1024]

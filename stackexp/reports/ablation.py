@@ -1,6 +1,5 @@
 """The paper's ablation (arXiv 2507.15343): losses of the variants and of the paper, and paired differences."""
 
-import json
 import math
 import shlex
 import statistics
@@ -8,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.affects import select_options
 from stackexp.data.olmo import NAMES
 from stackexp.errors import RunError
-from stackexp.frame import Row, get_options, get_scores
+from stackexp.frame import Row, get_scores
 from stackexp.reports.arms import (
     CHOICES,
     COLUMNS,
@@ -28,6 +26,7 @@ from stackexp.reports.arms import (
     describe_unfinished,
     find_baseline,
     find_variant,
+    group_bigrams,
     list_paths,
     list_seeds,
     load_arms,
@@ -156,24 +155,10 @@ def _build_losses(arms: Arms, order: Sequence[str], variants: dict[str, str]) ->
         name = arm if arm == CHOICES[variant] else f"{arm} ({variant})"
         rows.append(build_row(name, len(arms.get(arm, [])), losses.get(arm, {}), paper))
     rows += [build_row(arm, len(arms[arm]), losses[arm]) for arm in order if arm not in variants.values()]
-    rows += [build_row(*bigrams) for bigrams in _average_bigrams(arms, order)]
+    for name, runs in group_bigrams((arm, row) for arm in order for row in arms[arm]):
+        rows.append(build_row(name, len(runs), _average_losses([average_sets(get_scores(r, "bigrams")) for r in runs])))
     title = "Losses. †: impossible in the paper, because a mean perplexity is at least exp(mean loss)"
     return Table(title, ["run", "seeds", *columns, *(f"paper: {c}" for c in (TRAINING, "V2", "V3"))], rows)
-
-
-def _average_bigrams(arms: Arms, order: Sequence[str]) -> list[tuple[str, int, Losses]]:
-    """Return name, number of seeds and losses of the bigram counts of each corpus and number of training tokens."""
-    counts: dict[str, tuple[str, dict[int, Losses]]] = {}
-    for arm, row in ((name, row) for name in order for row in arms[name]):
-        if sets := get_scores(row, "bigrams"):
-            options = select_options(get_options(row), ["training"])
-            data = {key: value for key, value in options.items() if key.startswith("data.")}
-            key = json.dumps([row.get("tokens"), data], sort_keys=True, default=str)
-            counts.setdefault(key, (arm, {}))[1][row["seed"]] = average_sets(sets)
-    return [
-        ("bigram counts" + f" (data of {arm})" * (len(counts) > 1), len(losses), _average_losses([*losses.values()]))
-        for arm, losses in counts.values()
-    ]
 
 
 def _build_differences(comparisons: list[Comparison], base: str) -> Table:

@@ -4,6 +4,7 @@ Differences have 95 % intervals, over runs that were trained on the same data.
 """
 
 import functools
+import json
 import math
 import shlex
 import statistics
@@ -198,6 +199,26 @@ def _compute_flops(config: Path, time: int) -> float | None:
         return None
 
 
+def group_bigrams(runs: Iterable[tuple[str, Row]]) -> list[tuple[str, list[Row]]]:
+    """Return the runs with scores of bigram counts by data and number of tokens, one for each seed, with a label.
+
+    `runs` are (name, row).
+    """
+    groups: dict[str, tuple[str, dict[int, Row]]] = {}
+    for name, row in runs:
+        if any(key.startswith("bigrams/") for key in row):
+            data = json.dumps([row.get("tokens"), select_data_options(row)], sort_keys=True, default=str)
+            groups.setdefault(data, (name, {}))[1][row["seed"]] = row
+    details = [f" (data of {name})" * (len(groups) > 1) for name, _ in groups.values()]
+    return [(f"bigram counts{d}", [*g.values()]) for d, (_, g) in zip(details, groups.values(), strict=True)]
+
+
+def select_data_options(row: Row) -> dict[str, Any]:
+    """Return the options of a run that determine its training data, except the seed."""
+    options = select_options(get_options(row), ["training"])
+    return {key: value for key, value in options.items() if key.startswith("data.")}
+
+
 # Differences
 
 
@@ -337,9 +358,7 @@ class DataRecord(NamedTuple):
 def read_data_record(row: Row) -> DataRecord:
     """Return the record of a run's training data; empty if it has none. Raises RunError for damage."""
     if row.get("data.kind") in GENERATED_DATA:
-        options = select_options(get_options(row), ["training"])
-        data = {key: value for key, value in options.items() if key.startswith("data.")}
-        return DataRecord(True, {"data.task": row.get("data.task"), "seed": row.get("seed")} | data)
+        return DataRecord(True, {"data.task": row.get("data.task"), "seed": row.get("seed")} | select_data_options(row))
     path = Path(row["path"])
     try:
         return DataRecord(False, hash_log.read_hashes(path))

@@ -6,15 +6,14 @@ import re
 import time
 from array import array
 from collections.abc import Sequence
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from stackexp.errors import RunError
 from stackexp.frame import Row, get_scores, list_rows, load_runs
 from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
-from stackexp.reports.arms import check_same_data, find_differences
-from stackexp.reports.figures import abbreviate_thousands, label_curves, new_figure, smooth_losses
+from stackexp.reports.arms import check_same_data
+from stackexp.reports.figures import abbreviate_thousands, new_figure, smooth_losses
 from stackexp.reports.report import Report, Table
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT, format_table
@@ -93,8 +92,6 @@ def build_comparison(paths: Sequence[Path], different_data: bool = False) -> Rep
         raise RunError(f"{', '.join(map(str, paths))}: no run folders; give run folders or folders of them")
     notes = [f"damaged: {row['problem']}" for row in rows if row["problem"]]
     notes += [] if different_data else check_same_data(rows)
-    if has_repetitions(rows):
-        notes.append("`report ablation` gives the means over the seeds, and differences with intervals")
     return Report([_build_table(rows)], notes, rows, lambda: draw_losses(rows))
 
 
@@ -150,12 +147,6 @@ def name_runs(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def has_repetitions(rows: Sequence[Row]) -> bool:
-    """Return True if two runs of an arm differ only in their seed."""
-    pairs = ((ours, theirs) for ours, theirs in combinations(rows, 2) if ours["arm"] == theirs["arm"])
-    return any(x.get("seed") != y.get("seed") and not find_differences(x, y) for x, y in pairs)
-
-
 def read_curve(folder: RunFolder, tag: str) -> tuple[array, array]:
     """Return the tokens and the values of a tag in metrics.jsonl, without lines that lack it. Takes 16 bytes a line."""
     tokens, values = array("q"), array("d")
@@ -175,18 +166,14 @@ def draw_losses(rows: Sequence[Row]) -> Any:
     if not any(folder.metrics.exists() for folder in folders):
         raise RunError(f"{folders[0].path}: no metrics.jsonl to draw, as in copies; give the runs themselves")
     figure, axes = new_figure(7, 4.2)
-    curves = {}
     for folder, name in zip(folders, name_runs(rows), strict=True):
         tokens, losses = read_curve(folder, TRAIN_LOSS)
-        (curve,) = axes.plot(tokens, smooth_losses(losses, SMOOTHED_STEPS))
-        if tokens:
-            curves[name] = curve
+        (curve,) = axes.plot(tokens, smooth_losses(losses, SMOOTHED_STEPS), label=name)
         tokens, losses = read_curve(folder, AVERAGE_LOSS)
         axes.plot(tokens, losses, "o--", color=curve.get_color())
     axes.set(xlabel="Tokens", ylabel="Loss (nats per token)")
     axes.plot([], [], color="black", label=f"training (centered mean of {SMOOTHED_STEPS} steps)")
     axes.plot([], [], "o--", color="black", label="validation (mean over sets)")
-    axes.legend()
+    axes.legend(fontsize=8)
     abbreviate_thousands(axes.xaxis)
-    label_curves(axes, curves)
     return figure

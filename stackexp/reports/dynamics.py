@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 MAX_CURVES = 6
 SMOOTHED_FRACTION = 0.04  # averaging window as a share of the steps
 LEGEND = (
@@ -42,18 +45,25 @@ LEGEND = (
 
 
 class Curve(NamedTuple):
-    """The training loss of an arm: of each seed (tokens [N_s], losses [N_s]), and of their mean, raw and smoothed [N].
+    """The training losses of an arm [N, seeds], over the tokens as index, NaN where a seed has none.
 
     `late` are seeds that are left out, because they have fewer than half of the tokens of the others.
     """
 
     name: str
-    runs: dict[int, tuple[Any, Any]]
+    losses: "pd.DataFrame"
     window: int
-    tokens: Any
-    raw: Any
-    smoothed: Any
     late: tuple[int, ...] = ()
+
+    @property
+    def raw(self) -> "pd.Series":
+        """The mean over the tokens that all seeds have."""
+        return self.losses.dropna().mean(axis=1)
+
+    @property
+    def smoothed(self) -> "pd.Series":
+        """The moving average over `window` steps."""
+        return smooth_losses(self.raw, self.window)
 
 
 class Crossing(NamedTuple):
@@ -62,8 +72,7 @@ class Crossing(NamedTuple):
     `last` is the difference of each seed at the last of these tokens.
     """
 
-    tokens: Any
-    difference: Any
+    difference: "pd.Series"
     crossings: list[int]
     last: list[float]
 
@@ -107,7 +116,7 @@ def build_dynamics(
     records = [
         {"run": curve.name, "tokens": int(t), "loss": raw, "smoothed": smoothed}
         for curve in curves
-        for t, raw, smoothed in zip(curve.tokens, curve.raw, curve.smoothed, strict=True)
+        for t, raw, smoothed in zip(curve.raw.index, curve.raw, curve.smoothed, strict=True)
     ]
     return Report(
         [Table("Training loss", [*header, "parameters", "FLOPs/token"], rows)],
@@ -144,34 +153,18 @@ def read_arm(name: str, rows: Sequence[Row], smooth: int | None = None) -> Curve
 
     Seeds that have just begun are left out, because they would cut off the curves of the others.
     """
-    runs: dict[int, tuple[Any, Any]] = {}
+    import pandas as pd
+
+    runs: dict[int, dict[int, float]] = {}
     for row in rows:
-        tokens, losses = map(np.array, read_curve(RunFolder(Path(row["path"])), TRAIN_LOSS))
-        if len(tokens):
-            runs.setdefault(row["seed"], (tokens, losses))
-    most = max((tokens.max() for tokens, _ in runs.values()), default=0)
-    late = tuple(sorted(seed for seed, (tokens, _) in runs.items() if tokens.max() < most / 2))
-    curve = average_curves(name, {seed: run for seed, run in runs.items() if seed not in late}, smooth)
-    return curve and curve._replace(late=late)
-
-
-def _align(runs: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return the tokens that all runs have [N], and the losses of each run there [runs, N]."""
-    common = runs[0][0]
-    for tokens, _ in runs[1:]:
-        common = np.intersect1d(common, tokens)
-    indices = [np.searchsorted(tokens, common) for tokens, _ in runs]
-    return common, np.array([losses[index] for (_, losses), index in zip(runs, indices, strict=True)])
-
-
-def average_curves(name: str, runs: dict[int, tuple[Any, Any]], smooth: int | None = None) -> Curve | None:
-    """Return the mean curve of runs {seed: (tokens, losses)} over their common tokens, or None if there are none."""
-    tokens, losses = _align(list(runs.values())) if runs else (np.array([]), np.array([]))
-    if not len(tokens):
-        return None
-    raw = losses.mean(axis=0)
-    window = smooth or max(1, round(SMOOTHED_FRACTION * len(tokens)))
-    return Curve(name, runs, window, tokens, raw, smooth_losses(raw, window))
+        tokens, losses = read_curve(RunFolder(Path(row["path"])), TRAIN_LOSS)
+        if tokens:
+            runs.setdefault(row["seed"], dict(zip(tokens, losses, strict=True)))
+    most = max((max(run) for run in runs.values()), default=0)
+    late = tuple(sorted(seed for seed, run in runs.items() if max(run) < most / 2))
+    losses = pd.DataFrame({seed: run for seed, run in runs.items() if seed not in late}).sort_index()
+    steps = len(losses.dropna())
+    return Curve(name, losses, smooth or max(1, round(SMOOTHED_FRACTION * steps)), late) if steps else None
 
 
 def find_crossings(curve: Curve, baseline: Curve, left_out: Collection[int] = ()) -> Crossing:
@@ -179,27 +172,25 @@ def find_crossings(curve: Curve, baseline: Curve, left_out: Collection[int] = ()
 
     A crossing is where its sign changes for a whole window.
     """
-    seeds = [seed for seed in curve.runs if seed in baseline.runs and seed not in left_out]
-    runs = [arm.runs[seed] for arm in (curve, baseline) for seed in seeds]
-    tokens, losses = _align(runs) if runs else (np.array([]), np.array([]))
-    if not len(tokens):
-        return Crossing(np.array([]), np.array([]), [], [])
-    differences = [smooth_losses(d, curve.window) for d in losses[: len(seeds)] - losses[len(seeds) :]]
-    difference = np.mean(differences, axis=0)
-    is_above = difference > 0
+    seeds = [seed for seed in curve.losses if seed in baseline.losses and seed not in left_out]
+    common = (curve.losses[seeds] - baseline.losses[seeds]).dropna(how="any" if seeds else "all")
+    differences = smooth_losses(common, curve.window)
+    difference = differences.mean(axis=1)
+    is_above = (difference > 0).to_numpy()
     starts = [0, *(np.flatnonzero(is_above[1:] != is_above[:-1]) + 1)]
-    ends = [*starts[1:], len(tokens)]
+    ends = [*starts[1:], len(difference)]
     lasting = [start for start, end in zip(starts, ends, strict=False) if end - start >= curve.window]
     changes = [i for before, i in pairwise(lasting) if is_above[i] != is_above[before]]
-    return Crossing(tokens, difference, [int(tokens[i]) for i in changes], [float(d[-1]) for d in differences])
+    last = differences.tail(1).to_numpy().ravel().tolist()
+    return Crossing(difference, [int(difference.index[i]) for i in changes], last)
 
 
 def _build_row(curve: Curve, crossing: Crossing | None) -> list[str]:
-    cells = [curve.name, str(len(curve.runs)), f"{curve.tokens[-1]:,}", f"{curve.smoothed[-1]:.3f}"]
-    if crossing is None or not len(crossing.tokens):
+    cells = [curve.name, str(curve.losses.shape[1]), f"{curve.raw.index[-1]:,}", f"{curve.smoothed.iloc[-1]:.3f}"]
+    if crossing is None or crossing.difference.empty:
         return [*cells, *[ABSENT] * 4]
     last = f"{crossing.crossings[-1]:,}" if crossing.crossings else ABSENT
-    difference = [str(compute_difference(crossing.last)), f"{crossing.tokens[-1]:,}"]
+    difference = [str(compute_difference(crossing.last)), f"{crossing.difference.index[-1]:,}"]
     return [*cells, *difference, str(len(crossing.crossings)), last]
 
 
@@ -208,18 +199,19 @@ def draw_dynamics(curves: list[Curve], crossings: dict[str, Crossing]) -> Any:
     figure, (top, bottom) = new_figure(6.8, 5.2, rows=2, sharex=True, height_ratios=(2, 1))
     for i, curve in enumerate(curves):
         style = {"color": PALETTE[i % len(PALETTE)], "linestyle": LINE_STYLES[i % len(LINE_STYLES)]}
-        top.plot(curve.tokens, curve.raw, color=style["color"], alpha=0.25, linewidth=0.6)
-        top.plot(curve.tokens, curve.smoothed, linewidth=1.4, label=curve.name, **style)
+        top.plot(curve.raw, color=style["color"], alpha=0.25, linewidth=0.6)
+        top.plot(curve.smoothed, linewidth=1.4, label=curve.name, **style)
         if curve.name in crossings:
             found = crossings[curve.name]
-            bottom.plot(found.tokens, found.difference, linewidth=1.2, **style)
+            bottom.plot(found.difference, linewidth=1.2, **style)
             bottom.plot(found.crossings, [0] * len(found.crossings), "o", color=style["color"], markerfacecolor="white")
     baseline = curves[0]
-    skipped = len(baseline.tokens) // 20  # the first steps would set the scale
-    top.set_ylim(min(curve.raw.min() for curve in curves) - 0.05, baseline.smoothed[skipped] + 0.05)
-    late = [abs(d) for c in crossings.values() for d in c.difference[c.tokens > baseline.tokens[skipped]]]
-    if late and max(late) > 0:
-        bottom.set_ylim(-1.2 * max(late), 1.2 * max(late))
+    skipped = len(baseline.raw) // 20  # the first steps would set the scale
+    top.set_ylim(min(curve.raw.min() for curve in curves) - 0.05, baseline.smoothed.iloc[skipped] + 0.05)
+    first = baseline.raw.index[skipped] + 1
+    largest = max((abs(d) for c in crossings.values() for d in c.difference.loc[first:]), default=0.0)
+    if largest > 0:
+        bottom.set_ylim(-1.2 * largest, 1.2 * largest)
     top.set(ylabel="Training loss (nats per token)")
     top.legend(title="thin: raw, thick: smoothed", title_fontsize=8, fontsize=8)
     bottom.axhline(0, color="black", linewidth=0.8)

@@ -9,7 +9,6 @@ import numpy as np
 from stackexp.reports.report import LINE_STYLES, PALETTE
 
 WINDOWS_PER_CONTEXT = 16  # an average over positions covers this part of the training context
-LABEL_HEIGHT = 0.05  # relative to the axes
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
@@ -33,29 +32,6 @@ def abbreviate_thousands(axis: Any) -> None:
     axis.set_major_formatter(EngFormatter(sep=""))
 
 
-def label_curves(axes: Any, curves: dict[str, Any]) -> None:
-    """Write the name of each curve at the right edge, level with its last point, in its color.
-
-    Names of curves that end close together are moved apart, and a thin line connects each with its curve.
-    """
-    low, high = axes.get_ylim()
-    lowest = 0.0
-    for name, curve in sorted(curves.items(), key=lambda item: item[1].get_ydata()[-1]):
-        x, y = curve.get_xdata()[-1], curve.get_ydata()[-1]
-        level = max((y - low) / (high - low), lowest)
-        lowest = level + LABEL_HEIGHT
-        axes.annotate(
-            name,
-            xy=(x, y),
-            xytext=(1.02, level),
-            textcoords="axes fraction",
-            color=curve.get_color(),
-            fontsize=8,
-            va="center",
-            arrowprops={"arrowstyle": "-", "color": curve.get_color(), "linewidth": 0.6, "relpos": (0, 0.5)},
-        )
-
-
 def save_figure(figure: Any, path: Path) -> None:
     """Write a figure to a .png, .pdf or .svg file. Text with dollar signs that are not a formula is shown unchanged."""
     from matplotlib.mathtext import MathTextParser
@@ -71,11 +47,11 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def smooth_losses(losses: Any, window: int) -> Any:
-    """Return the centered moving average over `window` values, or over fewer at both ends."""
-    total = np.concatenate([[0.0], np.cumsum(losses)])
-    i = np.arange(len(losses))
-    first, end = np.maximum(i - window // 2, 0), np.minimum(i + (window + 1) // 2, len(losses))
-    return (total[end] - total[first]) / (end - first)
+    """Return the centered moving average [N, ...] over `window` values, or over fewer at both ends, as pandas data."""
+    import pandas as pd
+
+    data = losses if isinstance(losses, pd.DataFrame) else pd.Series(losses)
+    return data.rolling(window, center=True, min_periods=1).mean()
 
 
 def draw_by_position(context: int, curves: Sequence[tuple[str, Any]]) -> Any:

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from stackexp.config.affects import flatten_config, select_options
+from stackexp.config.affects import flatten_config
 from stackexp.config.model import SYMBOLS
 from stackexp.errors import RunError
 from stackexp.frame import read_run
+from stackexp.reports.arms import group_bigrams
 from stackexp.reports.figures import new_figure, save_figure
 from stackexp.reports.report import Report, Table
 from stackexp.sweeps.grid import Values, format_value, shorten_keys
@@ -108,7 +109,10 @@ def build_table(sweep: Sweep, results: Sequence[Result], titles: Sequence[str], 
         sizes = (result["parameters"], result["memory_parameters"])
         counts = [str(result["seeds"]), *(ABSENT if size is None else f"{size:,}" for size in sizes)]
         lines.append([result["name"], *map(_format_spread, spreads), *counts])
-    for name, loss in average_bigrams(sweep).items():
+    finished = [trial for trial in sweep.trials if trial.folder.is_finished]
+    rows = [flatten_config(trial.config) | read_run(trial.folder) for trial in finished]
+    for name, runs in group_bigrams((row["arm"], row) for row in rows if "bigrams/average/loss" in row):
+        loss = statistics.mean(row["bigrams/average/loss"] for row in runs)
         is_validation = [OBJECTIVES.get(column, column) == "validation loss" for column in columns]
         lines.append([name, *(f"{loss:.4f}" if shown else ABSENT for shown in is_validation), *[ABSENT] * 3])
     return Table(f"Sweep {sweep.name}", [*header, "seeds", "parameters", "in the memory"], lines)
@@ -124,22 +128,6 @@ def format_results(sweep: Sweep, results: Sequence[Result], style: Style = "term
 def _list_titles(results: Iterable[Result]) -> list[str]:
     found = {title for result in results for title in result["losses"]}
     return [title for title in LOSSES if title in found]
-
-
-def average_bigrams(sweep: Sweep) -> dict[str, float]:
-    """Return the validation loss of bigram counts of the training tokens, averaged over seeds: {name of row: loss}."""
-    counts: dict[str, dict[int, float]] = defaultdict(dict)
-    for trial in (trial for trial in sweep.trials if trial.folder.is_finished):
-        row = read_run(trial.folder)
-        if "bigrams/average/loss" in row:
-            varied = {key: value for key, value in trial.values.items() if key.startswith("data.")}
-            data = sorted(select_options(flatten_config(trial.config), ["training"]).keys() & varied.keys())
-            names = [f"{row['tokens']:,} tokens", *(f"{key}={format_value(varied[key])}" for key in data)]
-            counts[", ".join(names)][trial.config.seed] = row["bigrams/average/loss"]
-    return {
-        "bigram counts" + f" ({name})" * (len(counts) > 1): statistics.mean(losses.values())
-        for name, losses in counts.items()
-    }
 
 
 # Figures of one key

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stackexp.config.affects import find_changed_keys, select_options
+from stackexp.config.affects import find_changed_keys
 from stackexp.errors import RunError
 from stackexp.frame import Row, get_options
 from stackexp.modules.scores import NORMAL_QUANTILE, get_t_quantile
@@ -30,6 +30,7 @@ from stackexp.reports.arms import (
     name_sets,
     read_data_record,
     read_losses,
+    select_data_options,
     select_finished,
 )
 from stackexp.reports.arms import SIZES as MODEL_SIZES
@@ -246,9 +247,7 @@ def _find_other_data(rows: Sequence[Row]) -> tuple[dict[str, str], list[Row]]:
         except RunError as error:
             reasons[row["path"]] = str(error)
             continue
-        options = select_options(get_options(row), ["training"])
-        data = {key: value for key, value in options.items() if key.startswith("data.")}
-        parts = groups[repr((row["seed"], sorted(data.items())))]
+        parts = groups[repr((row["seed"], sorted(select_data_options(row).items())))]
         part = next((part for part in parts if not compare_data(record, part[0][1])[0]), None)
         if not record.values or (part and compare_data(record, part[0][1])[1]):
             unrecorded.append(row)

@@ -79,7 +79,8 @@ class ReportVerb(Verb):
 class Compare(ReportVerb):
     """Compare runs in one table, from their run folders. Refuses runs that were trained on different data.
 
-    The CSV file has state, options, result and scores of each run.
+    The CSV file has state, options, result and scores of each run. `report ablation` gives the means over the seeds,
+    and differences with intervals.
     """
 
     builder = "reports.compare:build_comparison"
