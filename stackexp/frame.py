@@ -63,12 +63,9 @@ def load_runs(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
 
     rows = [read_run(folder) for folder in find_runs([paths] if isinstance(paths, Path | str) else paths)]
     keys = dict.fromkeys(key for row in rows for key in row)
-    columns = [*SUMMARY, *sorted((key for key in keys if key not in SUMMARY), key=_rank_column)]
-    return pd.DataFrame({key: _build_column([row.get(key, _EMPTY) for row in rows]) for key in columns})
-
-
-def _rank_column(key: str) -> tuple[bool, bool]:
-    return key.startswith(("val/", "bigrams/")), not is_option(key)
+    rest = [key for key in keys if key not in SUMMARY]
+    rest.sort(key=lambda key: (key.startswith(("val/", "bigrams/")), not is_option(key)))
+    return pd.DataFrame({key: _build_column([row.get(key, _EMPTY) for row in rows]) for key in (*SUMMARY, *rest)})
 
 
 def _build_column(values: list[Any]) -> "pd.Series":
@@ -84,17 +81,19 @@ def _build_column(values: list[Any]) -> "pd.Series":
     return pd.Series(values, dtype=object)
 
 
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
-
-
 def list_rows(frame: "pd.DataFrame") -> list[Row]:
     """Return the rows of a DataFrame as dictionaries without empty values. A null option is not empty, but None."""
     import pandas as pd
 
-    columns = {key: column.tolist() for key, column in frame.items()}
-    rows = (zip(columns, values, strict=True) for values in zip(*columns.values(), strict=True))
-    return [{key: value for key, value in row if value is not pd.NA and not _is_nan(value)} for row in rows]
+    columns = [column.tolist() for _, column in frame.items()]
+    return [
+        {
+            key: value
+            for key, value in zip(frame, row, strict=True)
+            if value is not pd.NA and not (isinstance(value, float) and math.isnan(value))
+        }
+        for row in zip(*columns, strict=True)
+    ]
 
 
 def is_option(column: str) -> bool:

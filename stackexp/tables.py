@@ -78,19 +78,15 @@ def _fit(rows: Sequence[Sequence[str]], header: Sequence[str], sides: str, max_w
             yield from _fit(cut, [header[i] for i in part], "".join(sides[i] for i in part), max_width)
 
 
-def _wrap_cell(text: str, width: int) -> str:
-    """Break text between words: a path stays whole, so that it can be copied."""
-    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
-
-
 def _format(
     rows: Sequence[Sequence[str]], header: Sequence[str], sides: str, style: Style, last_width: int | None = None
 ) -> str:
     """Return the table; text in the last column is wrapped at `last_width` characters."""
     if style == "markdown":
         rows = [[cell.replace("|", "\\|") for cell in row] for row in rows if row is not RULE]
-    if last_width:
-        rows = [row if row is RULE else [*row[:-1], _wrap_cell(row[-1], last_width)] for row in rows]
+    if last_width:  # break text between words: a path stays whole, so that it can be copied
+        wrapper = textwrap.TextWrapper(last_width, break_long_words=False, break_on_hyphens=False)
+        rows = [row if row is RULE else [*row[:-1], wrapper.fill(row[-1])] for row in rows]
     text = tabulate.tabulate(
         rows,
         headers=header,

@@ -11,7 +11,7 @@ from stack_memories import decoder_config
 
 from stackexp.config.memory import ResidualStackConfig
 from stackexp.errors import ConfigError, RunError
-from stackexp.inspection.inspect import average_values
+from stackexp.inspection.inspect import StackMeans, average_values, draw_maps, format_means, format_page
 from stackexp.inspection.interventions import (
     Intervention,
     check_heads,
@@ -21,7 +21,6 @@ from stackexp.inspection.interventions import (
     list_interventions,
     measure_interventions,
 )
-from stackexp.inspection.page import StackMeans, draw_maps, format_means, format_page
 from stackexp.models.memories.base import Memory
 from stackexp.models.memories.residual_stack import ResidualStackOutput
 from stackexp.models.memories.stack import NEVER, PUSH

@@ -87,8 +87,10 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
     notes = [describe_sweep(paths, "ablation"), *LEGEND]
     if base is None:
         notes.append("no differences: no finished run of a Transformer without a memory; choose another --baseline")
-    elif baseline is None and (waiting := _list_waiting_baselines(arms, base)):
-        notes.append(f"the baseline is {base}, because no run of {waiting} is finished")
+    waiting = [name for name in arms if name not in finished and find_variant(arms[name][0]) == "Transformer"]
+    if base and baseline is None and waiting:
+        waiting.sort(key=lambda name: rank_arm(arms, name))
+        notes.append(f"the baseline is {base}, because no run of {', '.join(waiting)} is finished")
     notes += list_seeds(mismatch for comparison in comparisons for mismatch in comparison.mismatches)
     rows = [row for arm in order for row in finished[arm]]
     notes += [*_describe_incomplete(finished), *_describe_missing(rows)]
@@ -108,12 +110,6 @@ def _assign_variants(arms: Arms) -> dict[str, str]:
         if name in found or len(found) == 1:
             variants[variant] = name if name in found else found[0]
     return variants
-
-
-def _list_waiting_baselines(arms: Arms, base: str) -> str:
-    """Return the names of the Transformers without a memory that would be the baseline if they were finished."""
-    found = [arm for arm, rows in arms.items() if find_variant(rows[0]) == "Transformer" and not select_finished(rows)]
-    return ", ".join(sorted(found, key=lambda arm: rank_arm(arms, arm)))
 
 
 def _find_partial_columns(rows: Sequence[Row]) -> dict[int, list[str]]:

@@ -145,7 +145,6 @@ def _read_columns(paths: Sequence[Path]) -> list[Column]:
 
 
 def _describe(column: Column) -> str:
-    """Return the checkpoint and the settings that the tables show of a model."""
     shown = column.evaluation
     assert shown is not None
     tokens = "" if shown.tokens is None else f" after {shown.tokens:,} tokens"

@@ -106,7 +106,8 @@ def _build_table(rows: Sequence[Row]) -> Table:
     for row, name in zip(rows, names, strict=True):
         counts = (row.get(key) for key in ("step", "tokens", "parameters", "memory_parameters"))
         progress = [row["state"], *(ABSENT if count is None else f"{count:,}" for count in counts)]
-        scores = [_format_score(row.get(key, ABSENT)) for key in formal]
+        values = [row.get(key, ABSENT) for key in formal]
+        scores = [value if isinstance(value, str) else f"{value:.3f}" for value in values]
         lines.append([name, *progress, format_loss(row.get("train_loss")), *scores, *_format_sets(row, "val", sets)])
     counted: dict[str, tuple[str, Row]] = {}  # one line for each corpus and number of tokens
     for row, name in zip(rows, names, strict=True):
@@ -117,10 +118,6 @@ def _build_table(rows: Sequence[Row]) -> Table:
         cells = [ABSENT, ABSENT, f"{row['tokens']:,}", *[ABSENT] * (3 + len(formal))]
         lines.append([label, *cells, *_format_sets(row, "bigrams", sets)])
     return Table("Runs", header, lines, num_labels=2)
-
-
-def _format_score(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.3f}"
 
 
 def _format_sets(row: Row, kind: str, sets: Sequence[str]) -> list[str]:

@@ -140,7 +140,6 @@ def _find_unpaired(rows: Sequence[Row], base_rows: Sequence[Row]) -> dict[int, s
 
 
 def _choose_arms(arms: Arms, base: str, only: Sequence[str]) -> list[str]:
-    """Return the baseline and the other arms to show."""
     chosen = list(only or arms)
     if len(chosen) > MAX_CURVES and not only:
         stack = find_baseline(arms, None, "StackTrans")

@@ -30,21 +30,27 @@ def build_efficiency(path: Path) -> Report:
 
 def build_report(record: dict[str, Any], path: Path | None = None) -> Report:
     """Build the report of a record; `path` is the file it was read from, if any."""
-    rows = {_name_row(row): row for row in record["rows"]}
+    rows = {}
+    for row in record["rows"]:
+        rows[row["model"] + " (reference)" * (row.get("implementation") == "reference")] = row
     base, missing = record["rows"][0], [name for name in PAPER if name not in rows]
     ratios = QUANTITIES | ({"decode": "decode"} if any("decode_ratio" in row for row in rows.values()) else {})
     speeds = {"tokens_per_second": "tokens/s", "peak_share": "share of peak"}
     speeds |= {"mfu": "MFU"} if any("mfu" in row for row in rows.values()) else {}
-    table = [
-        [
-            name,
-            *(_format_difference(row, base, key) for key in ("parameters", "flops_per_token")),
-            *(_format_speed(row, key) for key in speeds),
-            *(_format_ratio(row, key) for key in ratios),
-            *_format_paper(name),
-        ]
-        for name, row in (rows | {name: {} for name in missing}).items()
-    ]
+    sizes = ("parameters", "flops_per_token")
+    table = []
+    for name, row in (rows | {name: {} for name in missing}).items():
+        cells = [f"{row[key] / base[key] - 1:+.1%}" if key in row and key in base else ABSENT for key in sizes]
+        for key in speeds:
+            style = ",.0f" if key == "tokens_per_second" else ".1%"
+            cells.append(format(row[key], style) if key in row else ABSENT)
+        for key in ratios:
+            if f"{key}_ratio" in row:
+                cells.append("{:.3f} ({:.3f}-{:.3f})".format(row[f"{key}_ratio"], *row[f"{key}_spread"]))
+            else:
+                cells.append(row.get("error", ABSENT))
+        paper = [f"{value:.2f}" for value in PAPER[name]] if name in PAPER else [ABSENT] * len(QUANTITIES)
+        table.append([name, *cells, *paper])
     header = ["model", "parameters", "FLOPs/token", *speeds.values(), *ratios.values()]
     header += [f"paper: {title}" for title in QUANTITIES.values()]
     environment = record.get("environment", {})
@@ -61,23 +67,12 @@ def _format_command(record: dict[str, Any], missing: list[str], path: Path | Non
     """Return the command that measures the models of the record and the missing ones, and replaces the file."""
     models = dict.fromkeys([row["model"] for row in record["rows"][1:]] + missing)
     configs = [word for config in record.get("configs") or [] for word in ("--config", config)]
-    words = [
-        *configs,
-        *record.get("overrides", []),
-        "--only",
-        ",".join(models),
-        *(["--out", str(path)] if path else []),
-    ]
+    out = ["--out", str(path)] if path else []
+    words = [*configs, *record.get("overrides", []), "--only", ",".join(models), *out]
     return f"python benchmarks/efficiency.py {shlex.join(words)}"
 
 
-def _name_row(row: dict[str, Any]) -> str:
-    """Return the model of a row, and that it ran with the reference implementation if so."""
-    return row["model"] + (" (reference)" if row.get("implementation") == "reference" else "")
-
-
 def _build_record(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with the quartiles in columns of their own."""
     record: dict[str, Any] = {}
     for key, value in (row | {"model": name}).items():
         record |= {f"{key}_low": value[0], f"{key}_high": value[1]} if isinstance(value, list) else {key: value}
@@ -97,26 +92,6 @@ def read_record(path: Path) -> dict[str, Any]:
     if not is_valid or not any("train_ratio" in row for row in rows):
         raise RunError(f"{path}: no rows with train_ratio; give a file that `benchmarks/efficiency.py --out` wrote")
     return record
-
-
-def _format_difference(row: dict[str, Any], base: dict[str, Any], key: str) -> str:
-    return f"{row[key] / base[key] - 1:+.1%}" if key in row and key in base else ABSENT
-
-
-def _format_speed(row: dict[str, Any], key: str) -> str:
-    if key not in row:
-        return ABSENT
-    return f"{row[key]:,.0f}" if key == "tokens_per_second" else f"{row[key]:.1%}"
-
-
-def _format_ratio(row: dict[str, Any], key: str) -> str:
-    if f"{key}_ratio" not in row:
-        return row.get("error", ABSENT)
-    return "{:.3f} ({:.3f}-{:.3f})".format(row[f"{key}_ratio"], *row[f"{key}_spread"])
-
-
-def _format_paper(name: str) -> list[str]:
-    return [f"{value:.2f}" for value in PAPER[name]] if name in PAPER else [ABSENT] * len(QUANTITIES)
 
 
 def _draw(rows: dict[str, dict[str, Any]]) -> Any:

@@ -176,7 +176,6 @@ def find_changes(run: FormalRun, recipe: FlatConfig) -> dict[str, Any]:
 
 
 def _format_overrides(options: Mapping[str, Any]) -> str:
-    """Return options as overrides for the command line."""
     return " ".join(shlex.quote(f"{key}={format_value(value)}") for key, value in options.items())
 
 
@@ -337,7 +336,6 @@ def _draw_task(results: Results, axes: Any, task: str) -> None:
 
 
 def _guess_accuracy(task: str) -> float:
-    """Return the accuracy of a uniform guess among the answer symbols."""
     return 1 / TASKS[task].num_answer_symbols
 
 

@@ -319,6 +319,5 @@ def _rank(runs: list[FormalRun]) -> tuple[int, float, float, int, int]:
 
 
 def _join_paths(paths: Sequence[Path | str]) -> str:
-    """Return the first three paths and how many more there are."""
     shown = ", ".join(map(str, paths[:3]))
     return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"

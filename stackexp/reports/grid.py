@@ -78,7 +78,6 @@ def _drop_seed(values: Values) -> Values:
 
 
 def _compute_spread(values: Sequence[float]) -> dict[str, float]:
-    """Return mean and sample standard deviation."""
     return {"mean": statistics.mean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
 
 

@@ -147,7 +147,6 @@ def build_scaling(
 
 
 def _explain(column: str, irreducible: float) -> list[str]:
-    """Return the notes that explain the table."""
     return [
         f"Loss: {column}. Fit: loss = {irreducible:g} + factor / size^exponent, least squares in logarithms. "
         "Another irreducible loss gives other exponents (--irreducible).",

@@ -55,7 +55,6 @@ class ReportVerb(Verb):
         )
 
     def run(self, args: Namespace) -> int:
-        """Build the report and write it as requested."""
         args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
         args.parser.check_output("--csv", args.csv, [".csv"])
         from stackexp.reports.figures import save_figure
@@ -252,7 +251,6 @@ class All(Verb):
         parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE.html", help=out)
 
     def run(self, args: Namespace) -> int:
-        """Write the page, or update the document."""
         if (args.folder is None) == (args.update is None):
             args.parser.error("give either FOLDER or --update FILE.md")
         if args.update:

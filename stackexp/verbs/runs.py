@@ -140,7 +140,6 @@ class Remove(Verb):
         parser.add_argument("--yes", action="store_true", help="delete the folders")
 
     def run(self, args: Namespace) -> int:
-        """Delete the runs, or list them."""
         from stackexp import runs
         from stackexp.errors import FolderBusyError, RunError
         from stackexp.frame import read_run
