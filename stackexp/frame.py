@@ -21,8 +21,8 @@ import json
 import math
 import os
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +147,13 @@ def name_arm(path: Path) -> str:
     if RUN_ID.fullmatch(path.name):
         return path.parent.name
     return (trial[1] or path.parent.name) if trial else path.name
+
+
+def name_runs(paths: Sequence[Path]) -> list[str]:
+    """Return a short name for each run folder or file: that of its arm, its own, or its path, if others repeat."""
+    choices = [(name_arm(path), path.name, str(path)) for path in paths]
+    counts = [Counter(names) for names in zip(*choices, strict=True)]
+    return [next(n for n, count in zip(names, counts, strict=True) if count[n] == 1) for names in choices]
 
 
 def list_tests(folder: RunFolder) -> list[Path]:

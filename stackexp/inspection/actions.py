@@ -15,11 +15,10 @@ from stackexp.frame import list_rows, load_runs
 from stackexp.inspection.inspect import InspectionInput, open_run_data, open_set, open_task, record
 from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.stack_recording import ACTIONS, find_stacks
-from stackexp.reports.arms import describe_unfinished, load_arms, select_finished
+from stackexp.reports.arms import load_arms, select_finished
 from stackexp.reports.figures import new_figure
 from stackexp.reports.report import MARKERS, PALETTE, Report, Table
 
-MAX_REASONS = 3  # in an error
 PARTS = ("first", "middle", "last")
 LEGEND = (
     "Probabilities are means over tokens and heads. First, middle and last: thirds of the stacks, in the order of the "
@@ -57,7 +56,7 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
     of its formal language. Raises RunError if no run has a stack of at least three layers.
     """
     profiles: dict[str, list[Profile]] = defaultdict(list)
-    reasons: dict[str, str] = {}  # error -> the note on the first run with it
+    problems: list[str] = []
     arms, notes = load_arms(paths, with_generated_data=True)
     for name, run in [(name, run) for name, rows in arms.items() for run in select_finished(rows)]:
         path = Path(run["path"])
@@ -68,11 +67,10 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
             profile = _measure(load_run(path), set_name, num_chunks)
             profiles[name].append(profile)
         except (ConfigError, RunError) as error:
-            notes.append(f"skipped {path}: {error}")
-            reasons.setdefault(str(error), notes[-1])
-    notes += describe_unfinished(row for rows in arms.values() for row in rows)
+            problems.append(f"skipped {path}: {error}")
     if not profiles:
-        raise RunError(f"{', '.join(map(str, paths))}: {_explain_skipped(notes, list(reasons.values()))}")
+        remedy = "give finished runs with model.memory.kind=stack or residual_stack"
+        raise RunError(f"{', '.join(map(str, paths))}: {'; '.join(problems or [*notes, remedy])}")
     header = [
         "run",
         "runs",
@@ -90,7 +88,7 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
         for stack, values in enumerate(run.probabilities)
     ]
     table = Table("Actions over the layers", header, rows)
-    return Report([table], [*LEGEND, *measured, *notes], records, lambda: draw_actions(profiles))
+    return Report([table], [*LEGEND, *measured, *problems, *notes], records, lambda: draw_actions(profiles))
 
 
 def build_arithmetic_actions(folder: Path) -> Report:
@@ -99,13 +97,6 @@ def build_arithmetic_actions(folder: Path) -> Report:
     if not runs:
         raise RunError(f"{folder}: no runs on arithmetic; run `python -m stackexp sweep run arithmetic`")
     return build_actions(runs)
-
-
-def _explain_skipped(notes: list[str], reasons: list[str]) -> str:
-    """Return why no run was measured: the reasons of the runs with a stack, otherwise a remedy."""
-    shown = reasons[:MAX_REASONS] or notes[:1] or ["no run folders"]
-    found = ", ".join(shown) + f", and {len(notes) - len(shown):,} more" * (len(notes) > len(shown))
-    return found if reasons else f"{found}; give finished runs with model.memory.kind=stack or residual_stack"
 
 
 @torch.no_grad()

@@ -23,7 +23,6 @@ from stackexp.reports.arms import (
     compare_arms,
     compute_flops,
     describe_sweep,
-    describe_unfinished,
     find_baseline,
     find_variant,
     group_bigrams,
@@ -94,7 +93,7 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
     notes += list_seeds(mismatch for comparison in comparisons for mismatch in comparison.mismatches)
     rows = [row for arm in order for row in finished[arm]]
     notes += [*_describe_incomplete(finished), *_describe_missing(rows)]
-    notes += [*describe_unfinished(row for name in arms for row in arms[name]), *skipped]
+    notes += skipped
     draw = (lambda: draw_differences(paired, str(base))) if paired else None
     return Report(tables, notes, _build_records(finished, order, comparisons), draw)
 

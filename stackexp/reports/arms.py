@@ -52,7 +52,7 @@ Arms = dict[str, list[Row]]
 
 
 def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple[Arms, list[str]]:
-    """Return the arms of all language-model runs at or below `paths`, sorted, and notes about the runs left out.
+    """Return the arms of all language-model runs at or below `paths`, sorted, and notes on damaged or unfinished ones.
 
     `with_generated_data` includes runs on formal languages and arithmetic. Of several finished runs with the same seed,
     the last one counts, sorted by path. Raises RunError if there are no runs.
@@ -75,7 +75,11 @@ def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple
     if not arms:
         found = "; ".join(notes) or "no run folders of language models"
         raise RunError(f"{', '.join(map(str, paths))}: {found}; give run folders or folders of them")
-    return arms, [*notes, *list_paths("left out, a later run has the same seed", replaced)]
+    notes += list_paths("left out, a later run has the same seed", replaced)
+    unfinished = "unfinished, `python -m stackexp fit --run RUN` resumes one"
+    for state, reason in (("running", "running now"), ("unfinished", unfinished)):
+        notes += list_paths(reason, [row for row in rows if row["state"] == state])
+    return arms, notes
 
 
 def is_finished(row: Row) -> bool:
@@ -230,17 +234,13 @@ class Difference(NamedTuple):
     high: float | None
     seeds: int
 
-    @property
-    def is_clear(self) -> bool:
-        """Return True if an interval over seeds excludes zero."""
-        return self.seeds > 1 and self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
-
     def __str__(self) -> str:
-        if self.low is None:
+        if self.low is None or self.high is None:
             return f"{self.mean:+z.3f}"
         interval = f"{self.low:+z.3f} to {self.high:+z.3f}"
         text = f"{self.mean:+z.3f} " + (f"({interval})" if self.seeds > 1 else f"[{interval}]")
-        return f"**{text}**" if self.is_clear else text
+        is_clear = self.seeds > 1 and (self.low > 0 or self.high < 0)
+        return f"**{text}**" if is_clear else text
 
 
 def compute_difference(values: Sequence[float], chunk_margin: float | None = None) -> Difference:
@@ -433,16 +433,6 @@ def list_seeds(reasons: Iterable[tuple[str, str, int]]) -> list[str]:
         count = sum(map(len, arms.values()))
         notes.append(f"{reason}, {count} run{'s' * (count > 1)}: {', '.join(names)}")
     return notes
-
-
-def describe_unfinished(rows: Iterable[Row]) -> list[str]:
-    """Return a note with the running runs, and one with the others that are not finished and how to resume them."""
-    rows = list(rows)
-    resume = "unfinished, `python -m stackexp fit --run RUN` resumes one"
-    return [
-        *list_paths("running now", [row for row in rows if row["state"] == "running"]),
-        *list_paths(resume, [row for row in rows if row["state"] == "unfinished"]),
-    ]
 
 
 def describe_sweep(paths: Sequence[Path], default: str) -> str:

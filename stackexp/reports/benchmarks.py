@@ -17,7 +17,7 @@ from stackexp.evaluation.benchmarks.results import (
     format_score,
     read_evaluations,
 )
-from stackexp.frame import find_runs, name_arm
+from stackexp.frame import find_runs, name_runs
 from stackexp.metric_tags import DOWNSTREAM
 from stackexp.reports.figures import abbreviate_thousands, new_figure
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
@@ -134,11 +134,11 @@ def _read_columns(paths: Sequence[Path]) -> list[Column]:
             raise RunError(f"{file}: no such file; write it with `evaluate --out {file}`")
     sources: list[tuple[Path, RunFolder | None]] = [(folder.path, folder) for folder in folders]
     sources += [(file, None) for file in files]
-    choices = [[name_arm(path) if folder else path.stem, path.name, str(path)] for path, folder in sources]
-    columns = []
-    for names, (path, folder) in zip(choices, sources, strict=True):
-        name = next(name for i, name in enumerate(names) if [c[i] for c in choices].count(name) == 1)
-        columns.append(Column(name, folder, read_evaluations(folder.path / FILE if folder else path)))
+    names = name_runs([path if folder else path.with_suffix("") for path, folder in sources])
+    columns = [
+        Column(name, folder, read_evaluations(folder.path / FILE if folder else path))
+        for name, (path, folder) in zip(names, sources, strict=True)
+    ]
     if not columns:
         raise RunError(f"{', '.join(map(str, paths))}: no run folders; give run folders or folders of them")
     return columns

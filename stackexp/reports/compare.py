@@ -1,8 +1,7 @@
 """Tables of runs for `runs list`, `runs show` and `report compare`, and a plot of their losses."""
 
-import json
 import math
-import re
+import statistics
 import time
 from array import array
 from collections.abc import Sequence
@@ -10,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.errors import RunError
-from stackexp.frame import Row, get_scores, list_rows, load_runs
+from stackexp.frame import Row, get_scores, list_rows, load_runs, name_runs
 from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
-from stackexp.reports.arms import check_same_data
+from stackexp.reports.arms import check_same_data, group_bigrams
 from stackexp.reports.figures import abbreviate_thousands, new_figure, smooth_losses
 from stackexp.reports.report import Report, Table
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT, format_table
 
-TRIAL_ID = re.compile(r"-[0-9a-f]{8}$")
 SMOOTHED_STEPS = 10
 """Training losses are plotted as moving averages over this many steps."""
 
@@ -96,7 +94,7 @@ def build_comparison(paths: Sequence[Path], different_data: bool = False) -> Rep
 
 
 def _build_table(rows: Sequence[Row]) -> Table:
-    names = name_runs(rows)
+    names = name_runs([Path(row["path"]) for row in rows])
     sets = list(dict.fromkeys(name for row in rows for name in get_scores(row)))
     named = ("task", "operation", "held_out_accuracy")
     formal = list(dict.fromkeys(key for row in rows for key in row if key in named or key.startswith("score_")))
@@ -109,14 +107,11 @@ def _build_table(rows: Sequence[Row]) -> Table:
         values = [row.get(key, ABSENT) for key in formal]
         scores = [value if isinstance(value, str) else f"{value:.3f}" for value in values]
         lines.append([name, *progress, format_loss(row.get("train_loss")), *scores, *_format_sets(row, "val", sets)])
-    counted: dict[str, tuple[str, Row]] = {}  # one line for each corpus and number of tokens
-    for row, name in zip(rows, names, strict=True):
-        if bigrams := {key: value for key, value in row.items() if key.startswith("bigrams/")}:
-            counted.setdefault(json.dumps(bigrams), (name, row))
-    for owner, row in counted.values():
-        label = "bigram counts" + f" (data of {owner})" * (len(counted) > 1)
-        cells = [ABSENT, ABSENT, f"{row['tokens']:,}", *[ABSENT] * (3 + len(formal))]
-        lines.append([label, *cells, *_format_sets(row, "bigrams", sets)])
+    for label, runs in group_bigrams(zip(names, rows, strict=True)):
+        columns = [key for key in runs[0] if key.startswith("bigrams/")]
+        means = {key: statistics.fmean(run[key] for run in runs if key in run) for key in columns}
+        cells = [ABSENT, ABSENT, f"{runs[0]['tokens']:,}", *[ABSENT] * (3 + len(formal))]
+        lines.append([label, *cells, *_format_sets(means, "bigrams", sets)])
     return Table("Runs", header, lines, num_labels=2)
 
 
@@ -129,19 +124,6 @@ def _format_sets(row: Row, kind: str, sets: Sequence[str]) -> list[str]:
     pairs = [(row.get(f"{n}/loss"), row.get(f"{n}/perplexity", math.inf if has_perplexity else None)) for n in names]
     bits = row.get(f"{kind}/average/bits_per_byte")
     return [*(format_loss(*pair) for pair in pairs), ABSENT if bits is None else f"{bits:.3f}"]
-
-
-def name_runs(rows: Sequence[Row]) -> list[str]:
-    """Return the names of the runs, with the id where names repeat; only the ids if all names are equal.
-
-    A trial of a sweep has a name of its own, such as queue-seed=0-20010bb6.
-    """
-    paths = [Path(row["path"]).resolve() for row in rows]
-    names = [path.name if TRIAL_ID.search(path.name) else path.parent.name for path in paths]
-    prefixes = {name: "" if len(set(names)) == 1 else f"{name}/" for name in names}
-    return [
-        name if names.count(name) == 1 else prefixes[name] + path.name for path, name in zip(paths, names, strict=True)
-    ]
 
 
 def read_curve(folder: RunFolder, tag: str) -> tuple[array, array]:
@@ -163,7 +145,7 @@ def draw_losses(rows: Sequence[Row]) -> Any:
     if not any(folder.metrics.exists() for folder in folders):
         raise RunError(f"{folders[0].path}: no metrics.jsonl to draw, as in copies; give the runs themselves")
     figure, axes = new_figure(7, 4.2)
-    for folder, name in zip(folders, name_runs(rows), strict=True):
+    for folder, name in zip(folders, name_runs([folder.path for folder in folders]), strict=True):
         tokens, losses = read_curve(folder, TRAIN_LOSS)
         (curve,) = axes.plot(tokens, smooth_losses(losses, SMOOTHED_STEPS), label=name)
         tokens, losses = read_curve(folder, AVERAGE_LOSS)

@@ -15,7 +15,6 @@ from stackexp.reports.arms import (
     compare_arms,
     compute_difference,
     describe_sweep,
-    describe_unfinished,
     explain_other_data,
     find_arm,
     find_baseline,
@@ -120,7 +119,7 @@ def build_dynamics(
     ]
     return Report(
         [Table("Training loss", [*header, "parameters", "FLOPs/token"], rows)],
-        [*notes, *describe_unfinished(row for name in chosen for row in arms[name]), *skipped],
+        [*notes, *skipped],
         records,
         lambda: draw_dynamics(curves, crossings),
     )

@@ -22,7 +22,6 @@ from stackexp.reports.arms import (
     DataRecord,
     compare_data,
     describe_sweep,
-    describe_unfinished,
     find_variant,
     list_paths,
     list_seeds,
@@ -120,12 +119,11 @@ def build_scaling(
     """
     if not 0 <= irreducible < math.inf:
         raise RunError(f"--irreducible {irreducible:g}: not a loss; use 0 or a positive number")
-    arms, skipped = load_arms(paths)
+    arms, notes = load_arms(paths)
     rows = [row | {"arm": arm} for arm in arms for row in select_finished(arms[arm])]
     if unknown := [key for key in by if not any(key in row for row in rows)]:
         raise RunError(f"--by {unknown[0]}: no run has this option; use a key such as optimizer.lr")
     source = describe_sweep(paths, "ladder")
-    notes = [*describe_unfinished(row for arm in arms for row in arms[arm]), *skipped]
     if not rows:
         raise RunError("; ".join([f"{', '.join(map(str, paths))}: no finished runs", source, *notes]))
     columns = [measure] if measure else ["V2", OTHER, TRAINING]
