@@ -13,10 +13,9 @@ from stackexp.errors import RunError
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.modules.optimizers import build_adamw
 from stackexp.planning import cost, memory_use
-from stackexp.planning.cost import make_plan
+from stackexp.planning.cost import make_plan, suggest_changes
 from stackexp.planning.devices import DEVICES, HEADROOM, Device
 from stackexp.planning.memory_use import MemoryTracker
-from stackexp.planning.suggestions import suggest_changes
 from stackexp.stack import use_implementation
 
 SMALL = [

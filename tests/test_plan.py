@@ -9,9 +9,8 @@ from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.config.layers import list_config_names
 from stackexp.planning import memory_use
-from stackexp.planning.cost import make_plan
+from stackexp.planning.cost import make_plan, suggest_changes
 from stackexp.planning.devices import DEVICES, HEADROOM, Device
-from stackexp.planning.suggestions import suggest_changes
 
 ON_CPU = "trainer.accelerator=cpu"
 TINY = ["--config", "quickstart", "model.num_layers=2", "data.context_length=64", "data.micro_batch_size=2"]

@@ -1,6 +1,7 @@
-"""Predict size, speed, time and memory of a training run, and format the plan."""
+"""Predict size, speed, time and memory of a training run, and suggest changes to one that does not fit."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -217,3 +218,74 @@ def _format_memory(plan: TrainingPlan) -> str:
     rows = [(name, *(format_bytes(getattr(m, kind)) for m in phases.values())) for kind, name in KINDS.items()]
     peak = (f"peak, of {format_bytes(plan.usable_bytes)} usable", *(format_bytes(m.peak) for m in phases.values()))
     return format_table([*rows, RULE, peak], header=["memory per rank, at most", *phases], align="<>>")
+
+
+# Changes to a run that does not fit into device memory
+
+MAX_NODES = 64
+CHANGED = (
+    "trainer.activation_checkpointing",
+    "data.micro_batch_size",
+    "data.eval_batch_size",
+    "trainer.strategy",
+    "trainer.num_nodes",
+)
+"""The options to change, in this order."""
+
+Change = tuple[str, TrainingPlan]
+"""An override, such as `data.micro_batch_size=2`, and the plan with it."""
+
+
+def suggest_changes(plan: TrainingPlan) -> str:
+    """Return all single changes with which a run fits, with their peak memory, or else a combination."""
+    single = []
+    for key in CHANGED:
+        change = next((change for change in _list_changes(plan, key) if change[1].fits), None)
+        single += [f"{change[0]} ({format_bytes(change[1].peak)})"] if change else []
+    for name in DEVICES:
+        other = replace(plan, device=name)
+        if other.usable_bytes > plan.usable_bytes and plan.peak <= other.usable_bytes:
+            single.append(f"--device {name} ({format_bytes(other.usable_bytes)} usable)")
+    return f"any of these would fit: {', '.join(single)}" if single else _combine_changes(plan)
+
+
+def _combine_changes(plan: TrainingPlan) -> str:
+    """Combine changes of different options, each as small as possible, until the run fits."""
+    overrides = []
+    for key in CHANGED:
+        if changes := list(_list_changes(plan, key)):
+            override, plan = next((change for change in changes if change[1].fits), changes[-1])
+            overrides.append(override)
+        if plan.fits:
+            return f"together these would fit: {' '.join(overrides)} ({format_bytes(plan.peak)})"
+    tried = f" even with {' '.join(overrides)}" if overrides else ""
+    advice = "use a smaller model, a shorter data.context_length or larger devices"
+    return f"it needs {format_bytes(plan.peak)}{tried}; {advice}"
+
+
+def _list_changes(plan: TrainingPlan, key: str) -> Iterator[Change]:
+    """Yield the valid changes of an option that need less memory, the smallest first."""
+    section, name = key.split(".")
+    trainer = plan.config.trainer
+    for value in _list_smaller_values(plan, key):
+        override, values = f"{key}={str(value).lower()}", {name: value}
+        if key == "trainer.strategy" and trainer.world_size == 1:
+            override, values = "trainer=fsdp", values | {"devices": 8}  # the same as configs/trainer/fsdp.yaml
+        config = replace(plan.config, **{section: replace(getattr(plan.config, section), **values)})
+        if not any(config.find_errors()):
+            yield override, replace(plan, config=config)
+
+
+def _list_smaller_values(plan: TrainingPlan, key: str) -> list[Any]:
+    trainer = plan.config.trainer
+    if key == "trainer.activation_checkpointing":
+        return [] if trainer.activation_checkpointing else [True]
+    if key == "trainer.strategy":
+        return [] if trainer.is_sharded else ["fsdp"]
+    if key == "trainer.num_nodes":  # only fsdp needs less memory per device with more nodes
+        counts = [trainer.num_nodes << i for i in range(1, MAX_NODES.bit_length())]
+        return [count for count in counts if count <= MAX_NODES] if trainer.strategy == "fsdp" else []
+    phase = plan.training if key == "data.micro_batch_size" else plan.validation
+    # data without it have batch_size; a smaller one would be another experiment
+    size = getattr(plan.config.data, key.partition(".")[2], 1)
+    return [size >> i for i in range(1, size.bit_length())] if phase and phase.peak > plan.usable_bytes else []

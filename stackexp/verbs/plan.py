@@ -38,8 +38,7 @@ class Plan(Verb):
         from stackexp.config.compose import compose
 
         config = compose(args.config, args.overrides)
-        from stackexp.planning.cost import format_bytes, format_plan, make_plan, to_dict
-        from stackexp.planning.suggestions import suggest_changes
+        from stackexp.planning.cost import format_bytes, format_plan, make_plan, suggest_changes, to_dict
 
         plan = make_plan(config, args.device, args.mfu)
         print(json.dumps(to_dict(plan), indent=2) if args.json else format_plan(plan), flush=True)
