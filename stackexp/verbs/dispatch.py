@@ -91,7 +91,7 @@ def load_verb(name: str) -> tuple[Verb, Parser]:
     module = importlib.import_module(f"stackexp.verbs.{group or MODULES.get(word, word)}")
     verb = getattr(module, word.capitalize())()
     description, _, notes = inspect.cleandoc(verb.__doc__).partition("\n\n")
-    parser = Parser(name, description, verb.examples, verb.usage, notes)
+    parser = Parser(name, description, verb.examples, notes)
     verb.add_arguments(parser)
     return verb, parser
 

@@ -15,7 +15,6 @@ class Evaluate(Verb):
     Tasks are those of lm-eval and smollm2, which states the protocol of the paper's baselines (docs/benchmarks.md).
     """
 
-    usage = "(--run FOLDER | --model hf:FOLDER) --tasks NAME,... [OPTIONS]"
     examples = (
         "evaluate --run RUN --tasks smollm2",
         "evaluate --run RUN --tasks arc_easy,piqa --limit 200",
@@ -24,9 +23,10 @@ class Evaluate(Verb):
 
     def add_arguments(self, parser: Parser) -> None:
         add = parser.add_argument
-        add("--run", metavar="FOLDER", help="run folder")
+        model = parser.add_mutually_exclusive_group(required=True)
+        model.add_argument("--run", metavar="FOLDER", help="run folder")
+        model.add_argument("--model", metavar="hf:FOLDER", help="folder with a Hugging Face model and its tokenizer")
         parser.add_ckpt_path("best|last|ema|PATH", "checkpoint of the run (default: the newest)")
-        add("--model", metavar="hf:FOLDER", help="folder with a Hugging Face model and its tokenizer")
         add("--trust-remote-code", action="store_true", help="run the code in the folder of --model")
         add("--tasks", action="append", default=[], metavar="NAME,...", help="tasks, groups or tags")
         add("--limit", type=at_least(1), metavar="N", help="score only the first N documents of each task")
@@ -39,8 +39,6 @@ class Evaluate(Verb):
 
     def run(self, args: Namespace) -> int:
         parser = args.parser
-        if bool(args.run) == bool(args.model):
-            parser.error("give either --run FOLDER or --model hf:FOLDER")
         if args.model and args.ckpt_path:
             parser.error("--ckpt_path requires --run")
         if args.trust_remote_code and not args.model:

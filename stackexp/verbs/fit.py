@@ -14,7 +14,6 @@ class Fit(Verb):
     after the other and compared in one table.
     """
 
-    usage = "(--config NAME_OR_PATH | --run FOLDER) [OPTIONS] [KEY=VALUE ...]"
     examples = (
         "fit --config quickstart",
         "fit --config quickstart model.memory.num_slots=32 --seed 1",

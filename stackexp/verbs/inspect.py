@@ -15,7 +15,6 @@ class Inspect(Verb):
     and drops reads, and prints the change of the loss with a 95 % interval over the sequences.
     """
 
-    usage = "--run FOLDER (--text TEXT | --set NAME | --task NAME[:LENGTH]) [OPTIONS]"
     examples = (
         "inspect --run RUN --text 'def main(): return 0'",
         "inspect --run RUN --set stdlib-asyncio",
@@ -25,9 +24,10 @@ class Inspect(Verb):
     def add_arguments(self, parser: Parser) -> None:
         parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
         parser.add_ckpt_path("best|last|ema|PATH", "checkpoint (default: the best, or newest)")
-        parser.add_argument("--text", help="a text")
-        parser.add_argument("--set", metavar="NAME", dest="set_name", help="a validation set of the run, or NAME=PATH")
-        parser.add_argument("--task", metavar="NAME[:LENGTH]", help="strings of the run's formal language")
+        tokens = parser.add_mutually_exclusive_group(required=True)
+        tokens.add_argument("--text", help="a text")
+        tokens.add_argument("--set", metavar="NAME", dest="set_name", help="a validation set of the run, or NAME=PATH")
+        tokens.add_argument("--task", metavar="NAME[:LENGTH]", help="strings of the run's formal language")
         chunks = "chunks of --set (default: %(default)s)"
         parser.add_argument("--chunks", type=at_least(2), default=32, metavar="N", help=chunks)
         parser.add_argument("--heads", action="store_true", help="also drop the read of every single head")
@@ -35,8 +35,6 @@ class Inspect(Verb):
 
     def run(self, args: Namespace) -> int:
         parser = args.parser
-        if sum(value is not None for value in (args.text, args.set_name, args.task)) != 1:
-            parser.error("give one of --text, --set and --task")
         if args.heads and args.text is not None:
             parser.error("--heads: a single text has no interval; use --set or --task")
         parser.check_text("--text", args.text or "")

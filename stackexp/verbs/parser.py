@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import ConfigError, RunError, suggest_name
@@ -65,10 +65,9 @@ def list_sweeps(**_: object) -> list[str]:
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises a one-line ConfigError and accepts no abbreviations."""
 
-    def __init__(self, verb: str, description: str, examples: Sequence[str], usage: str, notes: str = "") -> None:
+    def __init__(self, verb: str, description: str, examples: Sequence[str], notes: str) -> None:
         super().__init__(
             prog=f"python -m stackexp {verb}",
-            usage=fill(f"python -m stackexp {verb} {usage}", indent=len("usage: ")) if usage else None,
             description=fill(description),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -77,9 +76,9 @@ class Parser(argparse.ArgumentParser):
         self._notes, self._examples = notes, examples
         self.accepts_overrides = False  # if True, `args.overrides` has the KEY=VALUE words of the command line
 
-    def add_config(self) -> None:
-        """Add `--config`, a list of names and paths, and accept overrides."""
-        action = self.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
+    def add_config(self, group: Any = None) -> None:
+        """Add `--config`, a list of names and paths, to the parser or to a group of it, and accept overrides."""
+        action = (group or self).add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
         action.completer = list_configs  # type: ignore[attr-defined]
         self.accepts_overrides = True
 
@@ -91,9 +90,9 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the help text: options, notes, then examples."""
-        if self.usage is None:
-            words = super().format_usage().split()[1:]
-            self.usage = fill(" ".join([*words, *["[KEY=VALUE ...]"] * self.accepts_overrides]), indent=len("usage: "))
+        self.usage = None  # argparse's own, with the overrides added
+        words = super().format_usage().split()[1:]
+        self.usage = fill(" ".join([*words, *["[KEY=VALUE ...]"] * self.accepts_overrides]), indent=len("usage: "))
         examples = "".join(f"  python -m stackexp {example}\n" for example in self._examples)
         notes = [fill(self._notes), fill(OVERRIDES_HELP) if self.accepts_overrides else ""]
         self.epilog = "\n\n".join([*filter(None, notes), f"examples:\n{examples}"])
@@ -171,7 +170,6 @@ class Verb:
     The first paragraph of its docstring describes it in the help text; the other paragraphs follow the options.
     """
 
-    usage = ""  # by default argparse's
     examples: tuple[str, ...] = ()
 
     def add_arguments(self, parser: Parser) -> None:

@@ -16,7 +16,6 @@ class Validate(Verb):
     """
 
     stage: Literal["validate", "test"] = "validate"
-    usage = "(--run FOLDER | --config NAME_OR_PATH --ckpt_path PATH) [OPTIONS] [KEY=VALUE ...]"
     examples: tuple[str, ...] = (
         "validate --run runs/quickstart/ID",
         "validate --config quickstart --ckpt_path model.safetensors",
@@ -28,9 +27,10 @@ class Validate(Verb):
     def add_arguments(self, parser: Parser) -> None:
         stage = self.stage
         section = "data.validation" if stage == "validate" else "data.test"
-        parser.add_config()
+        model = parser.add_mutually_exclusive_group(required=True)
         run = "run folder; uses its config and newest checkpoint (formal languages: the best one)"
-        parser.add_argument("--run", metavar="FOLDER", help=run)
+        model.add_argument("--run", metavar="FOLDER", help=run)
+        parser.add_config(model)
         parser.add_ckpt_path("best|ema|PATH", "score this checkpoint; required with --config")
         sets = f"names from {section}, v2 and v3 (see `data fetch`), or NAME=PATH of a set or a folder of sets"
         parser.add_argument("--sets", action="append", default=[], metavar="NAME,...", help=sets)
@@ -96,10 +96,7 @@ class Test(Validate):
 
 
 def _check_arguments(args: Namespace) -> None:
-    """Raise ConfigError for options that do not go together."""
     parser = args.parser
-    if bool(args.run) == bool(args.config):
-        parser.error("give either --run, or --config and --ckpt_path")
     if args.config and not args.ckpt_path:
         parser.error("--config requires --ckpt_path, the checkpoint to evaluate")
     if args.config and args.ckpt_path in ("best", "last", "ema"):
