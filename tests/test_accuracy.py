@@ -1,4 +1,4 @@
-"""Accuracy by length: scores over ranges, the table and the text plot."""
+"""Accuracy by length: scores over ranges, and the table."""
 
 import math
 import statistics
@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from stackexp.config.data import FormalLanguageConfig
-from stackexp.evaluation.accuracy import compute_scores, format_accuracy_table, get_ranges, plot_accuracy
+from stackexp.evaluation.accuracy import compute_scores, format_accuracy, get_ranges
 
 
 def test_scores_are_means_over_all_lengths_of_a_range():
@@ -37,22 +37,7 @@ def test_length_ranges_come_from_the_config():
 
 def test_table_shows_scores_and_lengths_closest_to_round_values():
     runs = {"stacktrans": dict.fromkeys((9, 41, 101, 499), 1.0), "lstm": {9: 1.0, 41: 0.9, 101: 0.5, 499: 0.4}}
-    head, _, first, second = format_accuracy_table(runs, FormalLanguageConfig()).splitlines()
+    _, _, head, _, first, second = format_accuracy(FormalLanguageConfig(), runs).splitlines()
     assert head.split() == ["41..100", "41..500", "9", "41", "101", "499"]
     assert first.split() == ["stacktrans", "1.000", "1.000", "1.00", "1.00", "1.00", "1.00"]
     assert second.split() == ["lstm", "0.703", "0.483", "1.00", "0.90", "0.50", "0.40"]
-
-
-def test_plot_uses_a_different_marker_per_run():
-    falling = {1: 1.0, 50: 0.5, 99: 0.0}
-    lines = plot_accuracy({"flat": dict.fromkeys(falling, 1.0), "falling": falling}, max_length=50).splitlines()
-    rows = {line[:4].strip(): line[5:] for line in lines[:11]}
-    assert set(rows["1.0"]) == {"o"}, "the first run is drawn on top"
-    columns = [row.index("x") for row in (rows["0.9"], rows["0.5"], rows["0.1"], rows["0.0"])]
-    assert columns == sorted(columns)
-    assert abs(columns[1] - 32) <= 3
-    assert lines[11][5:].index("|") == pytest.approx(32, abs=1)
-    assert lines[12].split() == ["1", "99"]
-    assert "o flat   x falling" in lines[13]
-    narrow = plot_accuracy({"one": {1: 1.0, 2: 1.0}}, max_length=1).splitlines()
-    assert narrow[0] == " 1.0 oo"

@@ -1,6 +1,5 @@
-"""Accuracy by string length: mean scores, a table and a text plot. Imports no torch."""
+"""Accuracy by string length: mean scores and a table. Imports no torch."""
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +16,6 @@ Lengths = tuple[int, int]
 NEAR_END = 100
 """The end of the shorter of the two ranges that scores are averaged over."""
 TABLE_LENGTHS = (20, 40, 60, 100, 200, 300, 500)  # more columns would not fit 80 characters
-MARKS = "ox+*#@"
-PLOT_WIDTH, PLOT_HEIGHT = 64, 10
-"""Characters and lines of the text plot."""
 
 
 def get_ranges(data: FormalLanguageConfig) -> list[Lengths]:
@@ -49,14 +45,8 @@ def parse_accuracy(record: Mapping[str, Any]) -> dict[int, float]:
     return {int(length): value for length, value in record["accuracy"].items()}
 
 
-def format_curves(data: FormalLanguageConfig, runs: Mapping[str, Accuracy]) -> str:
-    """Return the accuracies of runs on one task: a title, a table and a text plot."""
-    title = f"{data.task}, {data.eval_sequences} test strings of each length"
-    return f"{title}\n\n{format_accuracy_table(runs, data)}\n\n{plot_accuracy(runs, data.max_length)}"
-
-
-def format_accuracy_table(runs: Mapping[str, Accuracy], data: FormalLanguageConfig) -> str:
-    """Return one line per run: its scores, then its accuracy at selected lengths."""
+def format_accuracy(data: FormalLanguageConfig, runs: Mapping[str, Accuracy]) -> str:
+    """Return a table of runs on one task, with one line per run: its scores, then its accuracy at selected lengths."""
     tested = sorted(set().union(*runs.values()))
     nearest = [min(tested, key=lambda n, length=length: abs(n - length)) for length in TABLE_LENGTHS]  # type: ignore[misc]
     lengths = list(dict.fromkeys([*nearest, tested[-1]]))
@@ -65,26 +55,5 @@ def format_accuracy_table(runs: Mapping[str, Accuracy], data: FormalLanguageConf
     for name, accuracy in runs.items():
         scores = [f"{value:.3f}" for value in compute_scores(data, accuracy).values()]
         rows.append([name, *scores, *(f"{accuracy[n]:.2f}" if n in accuracy else "" for n in lengths)])
-    return format_table(rows, header=header, align="<" + ">" * (len(header) - 1))
-
-
-def plot_accuracy(runs: Mapping[str, Accuracy], max_length: int) -> str:
-    """Return a text plot of accuracy (0 to 1) against length; `max_length` is the longest training string."""
-    longest = max(max(accuracy) for accuracy in runs.values())
-    width = min(PLOT_WIDTH, longest)
-    lengths = np.linspace(1, longest, width)
-    canvas = np.full((PLOT_HEIGHT + 1, width), " ")
-    marks = dict(zip(runs, itertools.cycle(MARKS), strict=False))
-    for name in reversed(list(runs)):  # the first run is drawn on top
-        tested = sorted(runs[name])
-        values = np.interp(lengths, tested, [runs[name][n] for n in tested], left=np.nan, right=np.nan)
-        for column in np.flatnonzero(~np.isnan(values)):
-            canvas[PLOT_HEIGHT - round(values[column] * PLOT_HEIGHT), column] = marks[name]
-    axis = np.full(width, "-")
-    axis[np.abs(lengths - max_length).argmin()] = "|"
-    lines = [f"{1 - row / PLOT_HEIGHT:4.1f} {''.join(cells)}".rstrip() for row, cells in enumerate(canvas)]
-    lines += [f"     {''.join(axis)}", f"     1{longest:>{max(1, width - 1)}}"]
-    legend = "   ".join(f"{mark} {name}" for name, mark in marks.items())
-    return "\n".join(
-        [*lines, f"     {legend}", f"     accuracy against length; | longest training string ({max_length})"]
-    )
+    title = f"{data.task}, {data.eval_sequences} test strings of each length"
+    return f"{title}\n\n{format_table(rows, header=header, align='<' + '>' * (len(header) - 1))}"

@@ -362,12 +362,12 @@ def run_as_fit(name: str, overrides: Sequence[str]) -> int:
     """
     sweep = load_sweep(name, overrides)
     sweep.check_trials()
-    from stackexp.evaluation.accuracy import format_curves, parse_accuracy
+    from stackexp.evaluation.accuracy import format_accuracy, parse_accuracy
 
     run_sweep(sweep, max_parallel=1)
     results = [trial.folder.read_result().to_dict() for trial in sweep.trials]
     curves = {result["model"]: parse_accuracy(result) for result in results}
-    print(f"\n{format_curves(sweep.trials[0].config.data, curves)}\n")
+    print(f"\n{format_accuracy(sweep.trials[0].config.data, curves)}\n")
     print("\n".join(f"run folder: {trial.folder.path}" for trial in sweep.trials))
     print(f"curves:     tensorboard --logdir {sweep.folder}", flush=True)
     return 0

@@ -88,7 +88,7 @@ class Validate(Verb):
 class Test(Validate):
     """Score a model on every test set, or on --sets: loss, perplexity and bits per byte.
 
-    For formal languages: accuracy at each length up to data.eval_max_length, as a table and a curve.
+    For formal languages: accuracy at each length up to data.eval_max_length, as a table.
     """
 
     stage = "test"

@@ -7,7 +7,7 @@ from typing import Any
 from stackexp.config.affects import flatten_config
 from stackexp.config.data import get_model_label
 from stackexp.errors import RunError
-from stackexp.evaluation.accuracy import compute_scores, format_curves, get_ranges, parse_accuracy
+from stackexp.evaluation.accuracy import compute_scores, format_accuracy, get_ranges, parse_accuracy
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
 from stackexp.files import read_json, write_json
 from stackexp.models import checkpoints
@@ -97,7 +97,7 @@ class FormalLanguageObjective(Objective):
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
         """Return the accuracy by length as a table and a plot."""
         tested = f"tested checkpoint: step {result['tested_step']:,}"
-        return f"{tested}, validation accuracy {result['validation_accuracy']:.3f}\n\n{self._format_curve(result)}"
+        return f"{tested}, validation accuracy {result['validation_accuracy']:.3f}\n\n{self._format_accuracy(result)}"
 
     def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
         """Print the accuracy by length and write it as JSON. A test also writes a curve for TensorBoard."""
@@ -105,7 +105,7 @@ class FormalLanguageObjective(Objective):
         print(f"{checkpoint}\n")
         if request.stage == "test":
             record |= self._summarize_test(sets)
-            print(self._format_curve(record))
+            print(self._format_accuracy(record))
         else:
             record |= self._summarize_lengths(sets) | _summarize_validation(sets)
             record["sequences_per_length"] = self.config.data.validation_sequences
@@ -122,8 +122,8 @@ class FormalLanguageObjective(Objective):
                 _write_accuracy(folder, record)
         print(f"\nscores: {path}")
 
-    def _format_curve(self, record: dict[str, Any]) -> str:
-        return format_curves(self.config.data, {record["model"]: parse_accuracy(record)})
+    def _format_accuracy(self, record: dict[str, Any]) -> str:
+        return format_accuracy(self.config.data, {record["model"]: parse_accuracy(record)})
 
     def _summarize_lengths(self, sets: Sets) -> dict[str, Any]:
         accuracy = {str(int(name.removeprefix("length_"))): figures["accuracy"] for name, figures in sets.items()}
