@@ -152,8 +152,8 @@ def test_weights_of_a_different_architecture_are_named(saved, tmp_path):
     file = tmp_path / "model.safetensors"
     checkpoints.average_checkpoints([saved], file, QUICKSTART)
     for path, layers, message in (
-        (saved, [(4, 16), (16, 1)], "00000003: different architecture: 0.weight is [16, 8] in the checkpoint, [16, 4]"),
-        (saved, [(8, 16)], "different architecture: 1.bias is [1] in the checkpoint, absent"),
+        (saved, [(4, 16), (16, 1)], "00000003: different architecture: 0.weight is [16, 8], but [16, 4]"),
+        (saved, [(8, 16)], "different architecture: 1.bias is [1], but absent"),
         (file, [(8, 16), (16, 1), (1, 1)], "model.safetensors: different architecture: 2.bias is absent"),
     ):
         model = nn.Sequential(*(nn.Linear(*sizes) for sizes in layers))

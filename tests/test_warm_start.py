@@ -170,10 +170,10 @@ def test_loaded_weights_are_those_of_the_source(config, trained):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.vocab_size=400"], "embedding.weight is [300, 32], but [400, 32] in the model of the config"),
+        (["model.vocab_size=400"], "embedding.weight is [300, 32], but [400, 32] in the model"),
         (["model.num_layers=3"], "has no layers.*.attention.k_proj.weight, "),
         (["model.tie_embeddings=false"], "has no head.weight; use the model options"),
-        (["model.memory.head_dim=3"], "layers.0.memory.down is [8, 32], but [6, 32]"),
+        (["model.memory.head_dim=3"], "layers.0.memory.actions is [2, 3, 4], but [2, 3, 3]"),
         (["warm_start.skip=[heads]"], "warm_start.skip: 'heads' matches no tensor; the model has embedding.weight, "),
         (["warm_start.memory=identity"], "warm_start.memory is identity, but the weights include layers.0.memory."),
         (["warm_start.weights=nowhere"], "warm_start.weights: nowhere: no such file or folder"),

@@ -226,7 +226,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
     Raises RunError if a file is damaged, or names the first weight whose shape differs.
     """
     weights = model.state_dict()
-    _check_shapes(path, read_shapes(path), weights)
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    check_shapes(f"{path}: different architecture", read_shapes(path), shapes, "use the run's own config.yaml")
     load_named_weights(model, path, weights)
 
 
@@ -293,15 +294,14 @@ def _read_stored_weights(path: Path) -> dict[str, TensorStorageMetadata]:
     return {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
 
 
-def _check_shapes(path: Path, stored: Mapping[str, torch.Size], weights: Mapping[str, torch.Tensor]) -> None:
-    expected = {name: tensor.shape for name, tensor in weights.items()}
+def check_shapes(
+    where: object, stored: Mapping[str, torch.Size], expected: Mapping[str, torch.Size], advice: str
+) -> None:
+    """Raise RunError if the names or shapes of stored tensors are not those of the model; names the first."""
     for name in sorted(stored.keys() | expected.keys()):
         theirs, ours = (str(list(shapes[name])) if name in shapes else "absent" for shapes in (stored, expected))
         if theirs != ours:
-            raise RunError(
-                f"{path}: different architecture: {name} is {theirs} in the checkpoint, {ours} in the config's model; "
-                "use the run's own config.yaml"
-            )
+            raise RunError(f"{where}: {name} is {theirs}, but {ours} in the model; {advice}")
 
 
 class Reader(dcp.FileSystemReader):

@@ -17,7 +17,7 @@ from stackexp.config.model import TransformerConfig
 from stackexp.config.yaml_files import Leaf
 from stackexp.errors import RunError
 from stackexp.files import read_json
-from stackexp.models.checkpoints import read_safetensors
+from stackexp.models.checkpoints import check_shapes, read_safetensors
 from stackexp.models.transformer import Transformer
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -120,24 +120,15 @@ def read_tensors(folder: Path, options: dict[str, Any]) -> dict[str, Tensor]:
         shapes = {name: tensor.shape for name, tensor in Transformer(TransformerConfig(**options)).state_dict().items()}
     names = {to_llama_name(name): name for name in shapes}
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(DERIVED)}
-    if missing := sorted(names.keys() - tensors.keys()):
-        raise RunError(
-            f"{folder}: the tensor {missing[0]} is missing{_count_others(missing)}; download the files again"
-        )
-    if HEAD in tensors.keys() - names.keys() and torch.equal(tensors[HEAD], tensors[EMBEDDING]):
+    if HEAD not in names and {HEAD, EMBEDDING} <= tensors.keys() and torch.equal(tensors[HEAD], tensors[EMBEDDING]):
         del tensors[HEAD]  # a copy of the tied embedding
-    if extra := sorted(tensors.keys() - names.keys()):
-        raise RunError(
-            f"{folder}: the tensor {extra[0]} is not part of the model in {CONFIG}{_count_others(extra)}; "
-            "give a folder that holds only this model"
-        )
-    for theirs, ours in names.items():
-        found, expected = list(tensors[theirs].shape), list(shapes[ours])
-        if found != expected:
-            raise RunError(f"{folder}: the tensor {theirs} is {found}, but {CONFIG} gives {expected}; fix {CONFIG}")
-        if not tensors[theirs].is_floating_point() or tensors[theirs].itemsize < 2:
-            dtype = str(tensors[theirs].dtype).removeprefix("torch.")
-            raise RunError(f"{folder}: the tensor {theirs} is {dtype}; quantized weights are not supported")
+    expected = {theirs: shapes[ours] for theirs, ours in names.items()}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    check_shapes(folder, found, expected, f"fix {CONFIG}, or download the files again")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise RunError(f"{folder}: the tensor {name} is {dtype}; quantized weights are not supported")
     return {ours: tensors[theirs] for theirs, ours in names.items()}
 
 
@@ -146,10 +137,6 @@ def to_llama_name(name: str) -> str:
     for ours, theirs in NAMES:
         name = re.sub(ours, theirs, name)
     return name
-
-
-def _count_others(names: list[str]) -> str:
-    return f" (and {len(names) - 1} others)" if len(names) > 1 else ""
 
 
 def _map_files(folder: Path) -> dict[str, Tensor]:

@@ -123,12 +123,8 @@ def match_tensors(path: Path, stored: Mapping[str, torch.Size], model: nn.Module
             "warm_start.skip"
         )
     names = [name for name in wanted if name in stored]
-    for name in names:
-        if stored[name] != wanted[name]:
-            raise RunError(
-                f"{path}: {name} is {list(stored[name])}, but {list(wanted[name])} in the model of the config; use the "
-                "model options of these weights, or add the name to warm_start.skip"
-            )
+    advice = "use the model options of these weights, or add the name to warm_start.skip"
+    checkpoints.check_shapes(path, *({name: of[name] for name in names} for of in (stored, wanted)), advice)
     new, dropped = _group(shapes.keys() - set(names)), _group(stored.keys() - shapes.keys())
     lists = [("initialized as usual", new), ("dropped", dropped)]
     rest = "".join(f"; {title}: {', '.join(group)}" for title, group in lists if group)

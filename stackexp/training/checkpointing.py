@@ -113,7 +113,6 @@ class RunState(pl.Callback):
         check_resumable(trainer.train_dataloader)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Add the run state to a checkpoint."""
         device = trainer.strategy.root_device
         checkpoint["stackexp"] = {
             "version": VERSION,
@@ -185,7 +184,6 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
                 remove_checkpoint(old)
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Finish the pending checkpoint."""
         self._writer.wait()
         if trainer.is_global_zero:
             self._delete_old()  # again, because the last validation may have changed the best

@@ -59,7 +59,6 @@ class Watchdog(pl.Callback):
         self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
 
     def start(self) -> None:
-        """Start the threads."""
         self._send_heartbeat()
         self._thread.start()
         threading.Thread(target=self._guard_store, daemon=True, name="watchdog-guard").start()

@@ -34,13 +34,11 @@ class DataRecord(StepCallback):
         self._steps: list[tuple[np.ndarray, np.ndarray]] = []  # those of steps not yet in the hash, [N / ranks]
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Restore the record from the checkpoint."""
         if not (saved := checkpoint.get(KEY)):
             raise RunError("the checkpoint has no record of its training data; start a new run")
         self._hash, self._counts, self._fingerprints = saved["hash"], saved["sequences"], saved["sources"]
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Save the record up to this step."""
         if trainer.state.fn == "fit":
             self._update(trainer, module)
             checkpoint[KEY] = {"hash": self._hash, "sequences": self._counts, "sources": self._fingerprints}
@@ -76,7 +74,6 @@ class DataRecord(StepCallback):
         super().on_train_batch_end(trainer, module)
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Collect the hashes of a step, and write a line every `interval` steps."""
         hashes, sources = (np.concatenate(parts) for parts in zip(*self._batches, strict=True))
         self._batches.clear()
         self._steps.append((hashes, sources))

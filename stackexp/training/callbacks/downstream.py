@@ -68,7 +68,6 @@ class Downstream(StepCallback, pl.callbacks.Checkpoint):
             self._score(trainer, module)
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Score the tasks if they are due."""
         if self._step % self._config.evaluation.interval == 0:
             self._score(trainer, module)
 

@@ -78,11 +78,9 @@ class MetricsLog(StepCallback):
             self._send(logger, line)
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Log a step."""
         self.write(trainer, module, module.step_metrics.drain())
 
     def on_validation_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Log a validation."""
         if trainer.state.fn == "fit":
             self.write(trainer, module, module.validation_tags() | module.validation_probes.drain())
 
@@ -131,7 +129,6 @@ class MetricsLog(StepCallback):
         self._call_loggers(finish)
 
     def on_exception(self, *_: Any) -> None:
-        """Close the loggers."""
         self._call_loggers(lambda logger: close_logger(logger, is_finished=False))
 
 
@@ -171,7 +168,6 @@ class Progress(pl.callbacks.TQDMProgressBar):
         return {"disable": self.is_disabled, "dynamic_ncols": True, "file": sys.stderr}
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Open the bar."""
         super().on_train_start(trainer, module)
         self._step, self._first_step, self._printed_at = trainer.global_step, trainer.global_step + 1, -self._interval
 
@@ -217,7 +213,6 @@ class Progress(pl.callbacks.TQDMProgressBar):
         self.disable()
 
     def on_exception(self, *_: Any) -> None:
-        """Close the bars."""
         self.on_train_end()
 
     @staticmethod

@@ -29,7 +29,6 @@ class Profiler(pl.Callback):
         self._profile: profile | None = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
-        """Start before the first profiled step."""
         is_due = self._first <= trainer.global_step + 1 <= self._last
         if not (trainer.is_global_zero and is_due and self._profile is None):
             return
@@ -41,7 +40,6 @@ class Profiler(pl.Callback):
         self._profile.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
-        """Write the files after the last profiled step."""
         self._end = trainer.global_step
         if trainer.global_step >= self._last:
             self._write()

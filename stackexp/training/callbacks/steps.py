@@ -27,7 +27,6 @@ class StepCallback(pl.Callback):
         self._step, self._saved_step = trainer.global_step, trainer.global_step or -1
 
     def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Record the step of the checkpoint."""
         self._saved_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
@@ -53,12 +52,10 @@ class StepRequests(StepCallback):
         self._saved_at = time.monotonic()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *args: Any) -> None:
-        """Record that a batch has ended."""
         self._stop.note_progress()
         super().on_train_batch_end(trainer, module, *args)
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Add the requests to the metrics of a step."""
         is_due = self._minutes is not None and time.monotonic() - self._saved_at > 60 * self._minutes
         module.step_metrics.request("stop", self._stop.is_set)
         module.step_metrics.request("save", is_due)
@@ -100,22 +97,18 @@ class Throughput(StepCallback):
     """
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Start the timer."""
         super().on_train_start(trainer, module)
         self._since, self._tokens = time.perf_counter(), module.tokens
         self._flops_per_token = cache(module.model.flops_per_token)  # lengths may vary from step to step
         self._peak = get_peak_flops(module.device) * trainer.world_size
 
     def on_validation_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Exclude the validation."""
         self.restart()
 
     def restart(self) -> None:
-        """Restart the timer."""
         self._since = time.perf_counter()
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Log the throughput of a step."""
         now = time.perf_counter()
         tokens_per_second = (module.tokens - self._tokens) / (now - self._since)
         flops = tokens_per_second * self._flops_per_token(module.sequence_length)
@@ -140,7 +133,6 @@ class AverageWeights(StepCallback):
         self._average = module.weight_average
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Include the weights of the step."""
         self._average.update(trainer.global_step)
 
 
@@ -159,7 +151,6 @@ class MissedValidation(pl.Callback):
             set_max_steps(trainer, self._config.max_steps + 1)
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Run the missed validation."""
         if trainer.strategy.broadcast(self.is_missing(trainer.global_step, trainer.datamodule)):
             run_validation(trainer)
         set_max_steps(trainer, self._config.max_steps)

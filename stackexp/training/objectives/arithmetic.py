@@ -18,22 +18,18 @@ class ArithmeticObjective(Objective):
     module_type = Arithmetic
 
     def describe_training(self) -> str:
-        """Return steps, problems and operation."""
         data = self.config.data
         steps = f"{self.config.trainer.max_steps:,} steps of {data.batch_size} problems of {data.operation}"
         return f"{steps}, {100 * data.held_out:.3g} % of the problems held out"
 
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
-        """Return the scores and the operation."""
         accuracy = sets[HELD_OUT]["accuracy"]
         return _summarize(sets) | {"operation": self.config.data.operation, "held_out_accuracy": accuracy}
 
     def list_final_scores(self, result: dict[str, Any]) -> dict[str, float]:
-        """Return accuracy and loss."""
         return {f"val/{key}/average": result["average"][key] for key in ("accuracy", "loss")}
 
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
-        """Return the scores as a table."""
         return _format_scores(result["sets"])
 
     def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:

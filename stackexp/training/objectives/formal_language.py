@@ -44,7 +44,6 @@ class FormalLanguageObjective(Objective):
                 log.warning("%s: %s; set %s=%d", key, problem, key, required)
 
     def describe_training(self) -> str:
-        """Return steps, task and lengths."""
         data = self.config.data
         text = f"{self.config.trainer.max_steps:,} steps of {data.batch_size} strings of {data.task}, lengths up to "
         share = f", the longest in {data.longest_fraction:.0%} of the batches" if data.longest_fraction else ""

@@ -52,7 +52,6 @@ class LanguageModelingObjective(Objective):
             )
 
     def describe_training(self) -> str:
-        """Return steps, micro-batches and tokens."""
         config, count = self.config, self.config.accumulate_grad_batches
         return (
             f"{config.trainer.max_steps:,} steps of {config.data.global_batch_tokens:,} tokens "
@@ -60,7 +59,6 @@ class LanguageModelingObjective(Objective):
         )
 
     def build_metric_callbacks(self, folder: RunFolder) -> list[pl.Callback]:
-        """Build the callback that records the training data."""
         return [DataRecord(folder.path, self.config.data.hash_interval)]
 
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
@@ -78,21 +76,17 @@ class LanguageModelingObjective(Objective):
         return result | {"sample": sample}
 
     def list_score_tags(self, set_names: list[str]) -> list[str]:
-        """Return the tags of all sets."""
         sets = {name: dict.fromkeys(TAGGED_SCORES, 0.0) for name in set_names}
         return list(dict.fromkeys([AVERAGE_LOSS, *tag_scores(_choose_prefix(self.final_stage, self.config), sets)]))
 
     def list_final_scores(self, result: dict[str, Any]) -> dict[str, float]:
-        """Return the scores of the sets."""
         return tag_scores(_choose_prefix(self.final_stage, self.config), result["sets"])
 
     def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:
-        """Write the scores of the sets."""
         prefix, step = _choose_prefix(self.final_stage, self.config), result["steps"]
         _write_scores(folder.path, self.final_stage, prefix, step, result["sets"], skip=folder.find_logged_tags(step))
 
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
-        """Return the table of the sets and the sample."""
         text = result["sample"]
         if text is None:
             text = f"python -m stackexp generate --run {session.folder.path}"
