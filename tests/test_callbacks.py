@@ -21,7 +21,7 @@ from stackexp.training.callbacks import steps
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.callbacks.steps import StepRequests, Throughput, get_peak_flops, raise_if_stopped
-from stackexp.training.checkpointing import RunState
+from stackexp.training.checkpointing import StepCheckpoint
 from stackexp.training.lightning_internals import rescale_progress
 from stackexp.training.resume import Start
 from stackexp.training.signals import STOP_SIGNALS, StopRequest, parse_seconds
@@ -62,7 +62,7 @@ def test_callbacks_measure_then_request_then_log_then_save(tmp_path):
         config, Start(folder), MetricsLog(folder, config), SimpleNamespace(), [DataRecord(tmp_path, 9)]
     )
     order = ["Throughput", "DataRecord", "StepRequests", "MetricsLog", "Progress"]
-    assert [type(callback).__name__ for callback in built] == [*order, "MissedValidation", "RunState", "StepCheckpoint"]
+    assert [type(callback).__name__ for callback in built] == [*order, "MissedValidation", "StepCheckpoint"]
 
 
 def test_tokens_per_second_are_measured_between_step_ends(clock, module):
@@ -169,19 +169,23 @@ def cuda_states(monkeypatch) -> dict[torch.device, torch.Tensor]:
 
 def load_state(device: torch.device, checkpoint: dict) -> None:
     module = SimpleNamespace(config=compose(["quickstart"]))
-    RunState(RunFolder(Path())).on_load_checkpoint(make_device_trainer(device), module, checkpoint)
+    make_checkpoint().on_load_checkpoint(make_device_trainer(device), module, checkpoint)
 
 
 def save_state(device: torch.device) -> dict:
     checkpoint, config = {}, compose(["quickstart"])
     module = SimpleNamespace(config=config, tokens=0)
-    RunState(RunFolder(Path())).on_save_checkpoint(make_device_trainer(device), module, checkpoint)
+    make_checkpoint().on_save_checkpoint(make_device_trainer(device), module, checkpoint)
     progress = {name: {"ready": 0, "completed": 0} for name in ("total", "current")}
     return checkpoint | {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}
 
 
+def make_checkpoint() -> StepCheckpoint:
+    return StepCheckpoint(RunFolder(Path()), compose(["quickstart"]).trainer, SimpleNamespace())
+
+
 def make_device_trainer(device: torch.device) -> SimpleNamespace:
-    return SimpleNamespace(strategy=SimpleNamespace(root_device=device))
+    return SimpleNamespace(global_step=0, strategy=SimpleNamespace(root_device=device))
 
 
 def test_every_rank_restores_the_cuda_state_of_rank_0(cuda_states):

@@ -17,7 +17,7 @@ from stackexp.config.memory import (
     ValueSkipConfig,
 )
 from stackexp.errors import RunError
-from stackexp.models.memories.mhc import normalize_sinkhorn
+from stackexp.models.memories.hyper_connections import normalize_sinkhorn
 from stackexp.models.transformer import Cache, Transformer
 
 MEMORIES = {

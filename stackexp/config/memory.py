@@ -160,7 +160,7 @@ class HyperConnectionsConfig:
     """Let the connections depend on the hidden states."""
 
 
-@register("memory", "mhc", builds="stackexp.models.memories.mhc:ManifoldHyperConnections")
+@register("memory", "mhc", builds="stackexp.models.memories.hyper_connections:ManifoldHyperConnections")
 @dataclass
 class ManifoldHyperConnectionsConfig(HyperConnectionsConfig):
     """Hyper-connections with a doubly stochastic residual matrix (Xie et al. 2025, arXiv 2512.24880)."""

@@ -1,7 +1,7 @@
 """Save and resume the checkpoints of a run.
 
-`StepCheckpoint` decides when to save. The strategy collects the tensors, `RunState` collects everything else, and
-`stackexp.models.checkpoints` writes both. On resume, the strategy and `RunState` load them.
+`StepCheckpoint` decides when to save. The strategy collects the tensors, `StepCheckpoint` everything else, and
+`stackexp.models.checkpoints` writes both. On resume, they load them.
 """
 
 import logging
@@ -96,23 +96,34 @@ class Sharded(_DistributedCheckpoints, ModelParallelStrategy):
     """A shard of every weight on each device (FSDP2); `TrainingModule.configure_model` shards the model."""
 
 
-class RunState(pl.Callback):
-    """Saves config, tokens and random states with every checkpoint; restores the random states on resume."""
+class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
+    """Saves <step>/ every `checkpoint_interval` steps, on request, after the last step, and before stopping.
 
-    def __init__(self, folder: RunFolder):
-        self._folder = folder
+    Keeps the newest `keep_checkpoints` and the best one, which has the lowest mean validation loss. Saves between two
+    optimizer steps, before a validation that is due at the same step. Saving is a collective operation, so all ranks
+    must make the same decision.
+
+    A checkpoint also has the config, the tokens trained on, and the random states, which a resumed run restores.
+    """
+
+    def __init__(self, folder: RunFolder, config: TrainerConfig, stop: StopRequest):
+        self._folder, self._config, self._stop = folder, config, stop
+        self._writer = CheckpointWriter()
         self._tokenizer_sha256: str | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Read the hash of the run's tokenizer, which checkpoints include."""
+        # A slow disk writes a checkpoint for longer than a timeout
+        self._writer.note_progress = lambda: note_progress(trainer, self._stop)
         if trainer.is_global_zero:
             self._tokenizer_sha256 = self._folder.read_tokenizer_hash()
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Raise RunError for a training loader whose position would not be saved."""
+        super().on_train_start(trainer, module)
         check_resumable(trainer.train_dataloader)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(trainer)
         device = trainer.strategy.root_device
         checkpoint["stackexp"] = {
             "version": VERSION,
@@ -135,23 +146,6 @@ class RunState(pl.Callback):
         if cuda_rng is not None and device.type == "cuda":
             torch.cuda.set_rng_state(cuda_rng, device)
         rescale_progress(checkpoint, state["accumulate_grad_batches"], module.config.accumulate_grad_batches)
-
-
-class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
-    """Saves <step>/ every `checkpoint_interval` steps, on request, after the last step, and before stopping.
-
-    Keeps the newest `keep_checkpoints` and the best one, which has the lowest mean validation loss. Saves between two
-    optimizer steps, before a validation that is due at the same step. Saving is a collective operation, so all ranks
-    must make the same decision.
-    """
-
-    def __init__(self, folder: RunFolder, config: TrainerConfig, stop: StopRequest):
-        self._folder, self._config, self._stop = folder, config, stop
-        self._writer = CheckpointWriter()
-
-    def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Report progress while a slow disk writes a checkpoint, so that no timeout ends the run."""
-        self._writer.note_progress = lambda: note_progress(trainer, self._stop)
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Save if the step requires it, then stop if requested."""

@@ -20,7 +20,7 @@ from stackexp.training.callbacks.downstream import Downstream
 from stackexp.training.callbacks.metrics_log import MetricsLog, Progress
 from stackexp.training.callbacks.profiler import Profiler
 from stackexp.training.callbacks.steps import AverageWeights, MissedValidation, StepRequests, Throughput
-from stackexp.training.checkpointing import RunState, StepCheckpoint, build_strategy
+from stackexp.training.checkpointing import StepCheckpoint, build_strategy
 from stackexp.training.lightning_internals import keep_signal_handlers
 from stackexp.training.processes import Processes
 from stackexp.training.resume import Start
@@ -79,7 +79,6 @@ def build_callbacks(
         metrics_log,
         *([] if has_own_bar else [Progress(config.logging, metrics_log)]),
         MissedValidation(start.folder, config.trainer, start.step),
-        RunState(start.folder),
         StepCheckpoint(start.folder, config.trainer, stop),
         *([Downstream(config, list(tasks), start.folder, metrics_log, stop)] if tasks else []),
         *own,
