@@ -23,8 +23,7 @@ from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.scores import tag_scores
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks.steps import Throughput
-from stackexp.training.loggers import build_loggers
-from stackexp.training.tensorboard import TITLES, HeatMaps, RunTensorBoard, build_layout, write_points
+from stackexp.training.loggers import TITLES, HeatMaps, RunTensorBoard, build_layout, build_loggers, write_points
 
 QUIET = ("logging.progress_bar=false", "trainer.keep_checkpoints=9")
 LOSS = "train/loss"

@@ -168,7 +168,7 @@ class ManifoldHyperConnectionsConfig(HyperConnectionsConfig):
     kind: str = "mhc"
 
 
-@register("memory", "residual_scale", builds="stackexp.models.memories.residual_scale:ResidualScale")
+@register("memory", "residual_scale", builds="stackexp.models.memories.controls:ResidualScale")
 @dataclass
 class ResidualScaleConfig:
     """Learned scalars on the hidden state, on the output of each sublayer and on the embedding."""
@@ -189,7 +189,7 @@ class ResidualStackConfig:
     """Movement of the slots: pushes and pops, or none (the control)."""
 
 
-@register("memory", "value_skip", builds="stackexp.models.memories.value_skip:ValueSkip")
+@register("memory", "value_skip", builds="stackexp.models.memories.controls:ValueSkip")
 @dataclass
 class ValueSkipConfig:
     """A low-rank skip from the embedding into every layer."""

@@ -30,7 +30,7 @@ from stackexp.models.stack_recording import ACTIONS, Recording, find_recorded, r
 from stackexp.reports.figures import new_figure, save_figure
 from stackexp.tables import format_table
 from stackexp.tasks import TASKS
-from stackexp.training.tensorboard import write_image
+from stackexp.training.loggers import write_image
 
 STRINGS = 64
 MAX_LENGTH = 2**16

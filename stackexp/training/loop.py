@@ -110,7 +110,7 @@ def _append_newest_checkpoint(folder: RunFolder) -> Iterator[None]:
     except RunError as error:
         raise RunError(f"{error}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        if "DataLoader worker" not in str(error):  # torch's handler of SIGCHLD raises a plain RuntimeError
             raise
         reason = f"{first_line(error).rstrip('.')}; if it ran out of memory, lower data.num_workers"
         raise RunError(f"{reason}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None

@@ -118,7 +118,7 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
         watchdog.report(str(error) or "interrupted")
         raise
     except Exception as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):  # gloo raises plain RuntimeErrors
             watchdog.report(f"{type(error).__name__}: {error}")
             raise
         raise RunError(f"{watchdog.find_cause(error)}; {watchdog.advice}") from None  # a process is gone

@@ -15,7 +15,7 @@ from browser import CHROMIUM, Browser, poll
 from processes import kill, wait_until
 
 from stackexp.modules.scores import tag_scores
-from stackexp.training.tensorboard import RunTensorBoard, write_points
+from stackexp.training.loggers import RunTensorBoard, write_points
 
 LOSSES = {"train/loss": 11, "train/loss_by_tokens": 11}  # segments of 12 steps
 PROBES = {"memory/entropy/layer_00": 2, "memory/entropy/layer_01": 2}  # of steps 1, 5 and 10

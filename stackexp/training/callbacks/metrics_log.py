@@ -23,8 +23,15 @@ from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder
 from stackexp.terminal import format_duration
 from stackexp.training.callbacks.steps import StepCallback
-from stackexp.training.loggers import close_logger, find_first_step, open_logger, send_line
-from stackexp.training.tensorboard import FINAL_LOSS, RunTensorBoard, build_layout
+from stackexp.training.loggers import (
+    FINAL_LOSS,
+    RunTensorBoard,
+    build_layout,
+    close_logger,
+    find_first_step,
+    open_logger,
+    send_line,
+)
 
 log = logging.getLogger(__name__)
 

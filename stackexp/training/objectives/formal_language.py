@@ -14,8 +14,8 @@ from stackexp.models import checkpoints
 from stackexp.modules.transduction import Transduction, average_lengths
 from stackexp.runs import RunFolder
 from stackexp.tasks import TASKS
+from stackexp.training.loggers import write_points
 from stackexp.training.objectives import Objective, Session, average_last
-from stackexp.training.tensorboard import write_points
 
 log = logging.getLogger(__name__)
 

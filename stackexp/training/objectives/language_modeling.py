@@ -20,8 +20,8 @@ from stackexp.modules.scores import TAGGED_SCORES, average_groups, average_score
 from stackexp.runs import RunFolder
 from stackexp.terminal import wrap_text
 from stackexp.training.callbacks.data_record import DataRecord
+from stackexp.training.loggers import write_points
 from stackexp.training.objectives import Objective, Session
-from stackexp.training.tensorboard import write_points
 
 log = logging.getLogger(__name__)
 
