@@ -10,15 +10,15 @@ import statistics
 from argparse import Namespace
 
 import torch
-from measuring import (
+from torch.nn import functional as F
+
+from stackexp.benchmarking import (
     build_parser,
     choose_device,
     measure_peak_bytes,
     time_alternating,
     write_record,
 )
-from torch.nn import functional as F
-
 from stackexp.models.cross_entropy import Head, NextTokenLoss
 from stackexp.models.transformer import DecoderOutput
 from stackexp.tables import format_table

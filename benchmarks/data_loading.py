@@ -122,8 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
-    from measuring import write_record
-
+    from stackexp.benchmarking import write_record
     from stackexp.tables import format_table
 
     rows, spawn = [], multiprocessing.get_context("spawn")

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from measuring import alternate, build_parser, choose_clock, measure_seconds, write_record
 from torch.nn import functional as F
 
 from stackexp import stack
+from stackexp.benchmarking import alternate, build_parser, choose_clock, measure_seconds, write_record
 from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.models.memories import Memory

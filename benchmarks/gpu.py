@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from efficiency import MEMORIES
+from stackexp.verbs.bench import MEMORIES
 
 STEP_SECONDS = 540
 
@@ -26,13 +26,8 @@ TESTS = [
     *("tests/test_cross_entropy.py", "tests/test_loss_curves.py"),
     *("tests/test_attention_requirements.py", "tests/test_cost.py"),
 ]
-EFFICIENCY = [
-    sys.executable,
-    "benchmarks/efficiency.py",
-    "--config",
-    "pretrain/transformer-360m",
-    "trainer.precision=bf16-mixed",
-]
+BENCH = [sys.executable, "-m", "stackexp", "bench"]
+EFFICIENCY = [*BENCH, "efficiency", "--config", "pretrain/transformer-360m", "trainer.precision=bf16-mixed"]
 EFFICIENCY += ["data.context_length=2048", "data.global_batch_tokens=32768"]
 MANY, FEWER = "data.micro_batch_size=16", "data.micro_batch_size=8"
 """Sequences per step: with 2, an H200 waits for Python; with 16, some other memories and full_dim by the reference need
@@ -56,12 +51,12 @@ def list_steps(out: Path) -> dict[str, list[str]]:
     """Return the command of each step; each writes below `out`."""
     return {
         "correctness": [*PYTEST, *TESTS, f"--junitxml={out}/correctness.xml"],
-        "efficiency": [*EFFICIENCY, MANY, PAPER_ROWS, f"--out={out}/efficiency.json", "--rounds=5"],
+        "efficiency": [*EFFICIENCY, MANY, PAPER_ROWS, f"--out={out}/efficiency.json", "--steps=5"],
         "stack_1": [*STACK, "model.memory.checkpoint_every_layers=1", f"--out={out}/stack_1.json"],
         "stack_4": [*STACK, "model.memory.checkpoint_every_layers=4", f"--out={out}/stack_4.json"],
-        "efficiency_others": [*EFFICIENCY, FEWER, OTHER_ROWS, f"--out={out}/efficiency_others.json", "--rounds=5"],
+        "efficiency_others": [*EFFICIENCY, FEWER, OTHER_ROWS, f"--out={out}/efficiency_others.json", "--steps=5"],
         "efficiency_compiled": [
-            *(*EFFICIENCY, MANY, *COMPILED, "--only=stacktrans", "--rounds=5"),
+            *(*EFFICIENCY, MANY, *COMPILED, "--only=stacktrans", "--steps=5"),
             f"--out={out}/efficiency_compiled.json",
         ],
         "profile": [*PROFILE, f"logging.root={out}/runs"],

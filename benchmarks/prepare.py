@@ -20,8 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from measuring import build_parser, compare, write_record
-
+from stackexp.benchmarking import build_parser, compare, write_record
 from stackexp.data.prepare import Preparation, prepare
 from stackexp.data.tokenizer import load_tokenizer, train_tokenizer
 from stackexp.tables import format_table

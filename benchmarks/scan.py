@@ -14,10 +14,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from measuring import build_parser, choose_clock, measure_peak_bytes, time_alternating, write_record
 from torch import Tensor
 
 from stackexp import stack
+from stackexp.benchmarking import build_parser, choose_clock, measure_peak_bytes, time_alternating, write_record
 from stackexp.tables import format_table
 
 GATED_UNITS = 128

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from measuring import build_parser, choose_device, time_alternating, write_record
 from torch import Tensor
 
 from stackexp import stack
+from stackexp.benchmarking import build_parser, choose_device, time_alternating, write_record
 from stackexp.config.compose import compose
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.tables import format_table

@@ -14,9 +14,9 @@ from time import process_time
 
 import numpy as np
 import torch
-from measuring import build_parser, time_alternating, write_record
 from torch.nn import functional as F
 
+from stackexp.benchmarking import build_parser, time_alternating, write_record
 from stackexp.config.compose import compose
 from stackexp.models.transformer import Transformer
 from stackexp.tables import format_table

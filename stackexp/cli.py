@@ -41,6 +41,7 @@ VERBS = {
     "report actions": "show pushes and pops over the layers",
     "report efficiency": "compare the cost of memories with the paper's",
     "report all": "write one page with all tables and figures of a folder",
+    "bench efficiency": "measure the cost of a memory in a full model",
     "completion": "print a completion script for bash or zsh",
     "checkpoint average": "average the weights of a run's last checkpoints",
     "checkpoint export": "write a checkpoint as a Hugging Face folder",

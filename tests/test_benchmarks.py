@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/ run on small sizes; speed is not tested."""
+"""`bench efficiency` and the scripts in benchmarks/ run on small sizes; speed is not tested."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from stackexp import cli, stack
+from stackexp import benchmarking, cli, stack
 from stackexp.config.compose import compose
 from stackexp.models import cross_entropy
 from stackexp.stack import dispatch
@@ -19,9 +19,7 @@ from stackexp.tables import ABSENT
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-import efficiency  # noqa: E402
 import gpu  # noqa: E402
-import measuring  # noqa: E402
 import stack_step  # noqa: E402
 
 SMALL = ["model.hidden_size=16", "model.num_layers=3", "model.intermediate_size=16", "model.num_heads=4"]
@@ -130,10 +128,10 @@ def split_cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
 
 
-def test_efficiency_reports_multiples_of_the_transformer(tmp_path, run_benchmark):
+def test_efficiency_reports_multiples_of_the_transformer(tmp_path, capsys):
     out = tmp_path / "out.json"
-    only = ["--only", "stacktrans,single_head", "--rounds", "3", "--markdown", "--out", out]
-    output = run_benchmark("efficiency.py", *only, *SMALL)
+    only = ["--only", "stacktrans,single_head", "--steps", "3", "--markdown", "--out", str(out)]
+    assert cli.main(["bench", "efficiency", *only, *SMALL]) == 0
     record = json.loads(out.read_text())
     expected = [("transformer", "auto"), ("stacktrans", "auto"), ("stacktrans", "reference"), ("single_head", "auto")]
     assert [(row["model"], row["implementation"]) for row in record["rows"]] == expected
@@ -146,7 +144,7 @@ def test_efficiency_reports_multiples_of_the_transformer(tmp_path, run_benchmark
     for quantity in ("parameters", "flops_per_token"):
         assert record["rows"][1][quantity] > record["rows"][0][quantity]
     assert record["environment"]["versions"]["torch"]
-    header, _, *rows = split_cells(output)
+    header, _, *rows = split_cells(capsys.readouterr().out)
     assert header[:5] == ["model", "parameters", "FLOPs/token", "tokens/s", "share of peak"]
     names = ["transformer", "stacktrans", "stacktrans (reference)", "single_head", "full_dim"]
     assert [row[0] for row in rows] == names
@@ -155,17 +153,16 @@ def test_efficiency_reports_multiples_of_the_transformer(tmp_path, run_benchmark
 
 
 def test_efficiency_continues_after_a_model_that_does_not_fit(tmp_path, capsys, monkeypatch):
-    def train(subject: efficiency.BenchmarkedModel) -> None:
+    def train(subject: benchmarking.BenchmarkedModel) -> None:
         if subject.case.model == "stacktrans":
             raise torch.OutOfMemoryError("CUDA out of memory")
         original(subject)
 
-    original, out = efficiency.BenchmarkedModel.train, tmp_path / "out.json"
-    monkeypatch.setattr(efficiency.BenchmarkedModel, "train", train)
-    monkeypatch.setattr(efficiency, "measure_peak_flops", lambda device, dtype: 1e12)
-    only = ["--only", "stacktrans,single_head", "--rounds", "1", "--markdown", "--out", str(out)]
-    monkeypatch.setattr("sys.argv", ["efficiency.py", *only, *SMALL])
-    efficiency.main()
+    original, out = benchmarking.BenchmarkedModel.train, tmp_path / "out.json"
+    monkeypatch.setattr(benchmarking.BenchmarkedModel, "train", train)
+    monkeypatch.setattr(benchmarking, "measure_peak_flops", lambda device, dtype: 1e12)
+    only = ["--only", "stacktrans,single_head", "--steps", "1", "--markdown", "--out", str(out)]
+    assert cli.main(["bench", "efficiency", *only, *SMALL]) == 0
     rows = json.loads(out.read_text())["rows"]
     failed = {"model": "stacktrans", "implementation": "auto", "error": "out of memory"}
     assert rows[1:3] == [failed, failed | {"implementation": "reference"}]
@@ -178,30 +175,18 @@ def test_efficiency_continues_after_a_model_that_does_not_fit(tmp_path, capsys, 
     assert line.count("out of memory") == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--only", "stacktran"], "unknown memory 'stacktran'; did you mean 'stacktrans'?"),
-        (["model.hidden_size=7"], "with model.memory=null: "),
-        (["--config", "formal/quick"], "data.kind formal_language has no text"),
-    ],
-)
-def test_efficiency_reports_mistakes_before_it_measures(arguments, error, run_benchmark, capsys):
-    with pytest.raises(SystemExit):
-        run_benchmark("efficiency.py", *arguments)
-    assert error in capsys.readouterr().err
-
-
 def test_efficiency_compiles_every_model(monkeypatch):
     """At torch's default limit, models after the second one ran eagerly."""
     counter, compile_module = CompileCounterWithBackend("eager"), torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kwargs: compile_module(self, backend=counter))
     monkeypatch.setattr(cross_entropy, "_compile", lambda function: function)
-    monkeypatch.setattr(efficiency, "measure_peak_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr(benchmarking, "measure_peak_flops", lambda device, dtype: 1e12)
     torch.compiler.reset()
     limits, counts = torch._dynamo.config.recompile_limit, {}
     options = [*SMALL, "model.num_layers=1", "trainer.compile=true"]
-    for row in efficiency.measure_efficiency(["single_head", "queue"], ["quickstart"], options, 1, torch.device("cpu")):
+    for row in benchmarking.measure_efficiency(
+        ["single_head", "queue"], ["quickstart"], options, 1, torch.device("cpu")
+    ):
         counts[row["model"]] = counter.frame_count
     assert 0 < counts["transformer"] < counts["single_head"] < counts["queue"]
     assert counts["queue"] > limits, "the default limit would have been reached"
@@ -212,8 +197,8 @@ def test_a_case_runs_with_its_own_implementation(monkeypatch):
     used = []
     select = dispatch._select
     monkeypatch.setattr(dispatch, "_select", lambda automatic: used.append(select(automatic)) or used[-1])
-    case = efficiency.Case("stacktrans", "reference")
-    subject = efficiency.BenchmarkedModel(case, ["quickstart"], SMALL, torch.device("cpu"))
+    case = benchmarking.Case("stacktrans", "reference")
+    subject = benchmarking.BenchmarkedModel(case, ["quickstart"], SMALL, torch.device("cpu"))
     subject.train()
     subject.prefill()
     subject.decode(subject.fill_cache())
@@ -222,14 +207,14 @@ def test_a_case_runs_with_its_own_implementation(monkeypatch):
 
 def test_rounds_alternate_and_warmup_does_not_count():
     order = []
-    results = measuring.alternate(["A", "B"], lambda subject: order.append(subject) or len(order), rounds=2)
+    results = benchmarking.alternate(["A", "B"], lambda subject: order.append(subject) or len(order), rounds=2)
     assert order == ["A", "B", "B", "A", "A", "B", "B", "A", "A", "B"]
     assert results == [[8, 9], [7, 10]]
 
 
 def test_ratio_is_the_median_of_paired_ratios():
-    assert measuring.compare([2, 6, 4], [1, 2, 1]) == (3, 2.5, 3.5)
-    assert measuring.compare([2], [1]) == (2, 2, 2)
+    assert benchmarking.compare([2, 6, 4], [1, 2, 1]) == (3, 2.5, 3.5)
+    assert benchmarking.compare([2], [1]) == (2, 2, 2)
 
 
 def test_lower_bound_counts_the_tensors_of_the_eager_step():

@@ -16,7 +16,7 @@ FLOORS = [
     {"models", "data"},
     {"modules", "datamodules"},
     {"training", "evaluation", "planning"},
-    {"sweeps"},
+    {"sweeps", "benchmarking"},
     {"reports"},
     {"inspection", "export"},
     {"verbs"},

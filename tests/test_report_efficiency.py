@@ -51,7 +51,7 @@ def test_costs_are_compared_with_the_paper(tmp_path, capsys):
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"rows": []}', '{"rows": [{"model": "x"}]}', '{"rows": ["x"]}'])
 def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(RunError, match=r"a.json: .*; give a file that `benchmarks/efficiency.py --out` wrote"):
+    with pytest.raises(RunError, match=r"a.json: .*; give a file that `bench efficiency --out` wrote"):
         build_efficiency(tmp_path / "a.json")
     with pytest.raises(RunError, match=r"nowhere.json: No such file or directory; give"):
         build_efficiency(tmp_path / "nowhere.json")

@@ -65,7 +65,7 @@ def test_the_verb_writes_the_page(folder, tmp_path, capsys):
 
 
 def test_an_empty_folder_is_refused(tmp_path):
-    with pytest.raises(RunError, match=r"^.*: no runs and no file of `benchmarks/efficiency.py --out`; give"):
+    with pytest.raises(RunError, match=r"^.*: no runs and no file of `bench efficiency --out`; give"):
         build_page(tmp_path)
     write_formal_run(tmp_path / "unfinished", "LSTM", "even_pairs")
     with pytest.raises(RunError, match=r"nothing to report; Ablation: .*no run folders of language models"):

@@ -1,4 +1,4 @@
-"""The paper's efficiency table, from a file of `benchmarks/efficiency.py --out`."""
+"""The paper's efficiency table: training, inference and memory over the Transformer, measured by `bench efficiency`."""
 
 import json
 import shlex
@@ -24,7 +24,7 @@ LEGEND = (
 
 
 def build_efficiency(path: Path) -> Report:
-    """Build the report of one file. Raises RunError if `benchmarks/efficiency.py` did not write it."""
+    """Build the report of one file. Raises RunError if `bench efficiency` did not write it."""
     return build_report(read_record(path), path)
 
 
@@ -69,7 +69,7 @@ def _format_command(record: dict[str, Any], missing: list[str], path: Path | Non
     configs = [word for config in record.get("configs") or [] for word in ("--config", config)]
     out = ["--out", str(path)] if path else []
     words = [*configs, *record.get("overrides", []), "--only", ",".join(models), *out]
-    return f"python benchmarks/efficiency.py {shlex.join(words)}"
+    return f"python -m stackexp bench efficiency {shlex.join(words)}"
 
 
 def _build_record(name: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -80,17 +80,17 @@ def _build_record(name: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a file of `benchmarks/efficiency.py --out`. Raises RunError for other files."""
+    """Read a file of `bench efficiency --out`. Raises RunError for other files."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise RunError(f"{path}: {reason}; give a file that `benchmarks/efficiency.py --out` wrote") from None
+        raise RunError(f"{path}: {reason}; give a file that `bench efficiency --out` wrote") from None
     rows = record.get("rows") if isinstance(record, dict) else None
     is_valid = rows and all(isinstance(row, dict) and "model" in row for row in rows)
     is_valid = is_valid and all("train_ratio" in row or "error" in row for row in rows)
     if not is_valid or not any("train_ratio" in row for row in rows):
-        raise RunError(f"{path}: no rows with train_ratio; give a file that `benchmarks/efficiency.py --out` wrote")
+        raise RunError(f"{path}: no rows with train_ratio; give a file that `bench efficiency --out` wrote")
     return record
 
 

@@ -52,9 +52,7 @@ def build_page(folder: Path, others: Mapping[str, Builder] | None = None) -> str
             except (ConfigError, RunError) as error:
                 problems.append(f"{title}: {error}")
     if not sections and not find_runs([folder]):
-        raise RunError(
-            f"{folder}: no runs and no file of `benchmarks/efficiency.py --out`; give a folder such as runs/"
-        )
+        raise RunError(f"{folder}: no runs and no file of `bench efficiency --out`; give a folder such as runs/")
     if not sections:
         raise RunError(f"{folder}: nothing to report; {'; '.join(problems)}")
     links = "".join(f'<a href="#{_anchor(title)}">{html.escape(title)}</a>' for title, _ in sections)

@@ -215,10 +215,7 @@ class Actions(ReportVerb):
 
 
 class Efficiency(ReportVerb):
-    """Compare the cost of the memories with the paper's efficiency table.
-
-    FILE is written by `python benchmarks/efficiency.py --out FILE`.
-    """
+    """Compare the cost of the memories with the paper's efficiency table, from a file of `bench efficiency --out`."""
 
     builder = "reports.efficiency:build_efficiency"
     examples = ("report efficiency efficiency.json --figure efficiency.pdf",)
@@ -229,8 +226,8 @@ class All(Verb):
     """Write one HTML page with the tables and figures of all runs in a folder. It opens offline.
 
     The page has sections for the ablation, scaling, training dynamics, sweeps over the stack's hyperparameters,
-    benchmarks, formal languages, actions in arithmetic, and files of `benchmarks/efficiency.py --out` in the folder.
-    Sections without runs are omitted.
+    benchmarks, formal languages, actions in arithmetic, and files of `bench efficiency --out` in the folder. Sections
+    without runs are omitted.
 
     With --update, it instead replaces the tables of a Markdown document: those between a comment with their command,
     `<!-- python -m stackexp report ... -->`, and `<!-- end of report -->`.

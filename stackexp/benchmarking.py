@@ -1,48 +1,148 @@
-"""The cost of each memory in a whole model, in multiples of the plain Transformer, by paired measurements.
+"""The cost of a memory in a whole model, in multiples of the plain Transformer, by paired measurements.
 
-    python benchmarks/efficiency.py [--config NAME] [--rounds 100] [--only MEMORY,...] [--out FILE] [KEY=VALUE ...]
-
-Models alternate with the Transformer in one process, so that changes of the machine's speed affect all. The
-measurements are a training step (forward, backward, AdamW), a forward pass without gradients (prefill), one token after
-it (decode), and on CUDA the peak memory. Tokens are random, because no measurement depends on their values. Without
---config, the model of the quickstart is measured. `report efficiency FILE.json` compares the record with the paper.
+Subjects alternate in one process, so that changes of the machine's speed affect all. The measurements are a training
+step (forward, backward, AdamW), a forward pass without gradients (prefill), one token after it (decode), and on CUDA
+the peak memory. Tokens are random, because no measurement depends on their values.
 """
 
+import argparse
 import contextlib
 import gc
+import json
 import statistics
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from measuring import (
-    alternate,
-    build_parser,
-    choose_device,
-    compare,
-    measure_peak_bytes,
-    measure_peak_flops,
-    measure_seconds,
-    write_record,
-)
 
 from stackexp import stack
 from stackexp.config import registry
 from stackexp.config.compose import compose
-from stackexp.errors import ConfigError, suggest_name
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Cache
-from stackexp.reports.efficiency import build_report
-from stackexp.reports.report import format_report
+from stackexp.runs import describe_environment
 from stackexp.training.callbacks.steps import get_peak_flops
-from stackexp.verbs.parser import split_names
 
-MEMORIES = (
-    *("stacktrans", "queue", "push_only", "single_head", "full_dim", "authors_code"),
-    *("stacktrans-normalized", "adapter"),
-    *("attention_residual", "dense_former", "hyper_connections", "mhc"),
-    *("residual_scale", "residual_stack", "residual_streams", "value_skip"),
-)
+WARMUP_ROUNDS = 3  # kernels are compiled, allocators filled
+PEAK_ROUNDS = 10
+Subject = TypeVar("Subject")
+Result = TypeVar("Result")
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Ratio(NamedTuple):
+    """The median of the ratios of neighboring measurements, with their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
+
+
+def build_parser(description: str, rounds: int) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark script, with --rounds and --out."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    return parser
+
+
+def choose_device() -> torch.device:
+    """Return the GPU, if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def alternate(
+    subjects: Sequence[Subject], measure: Callable[[Subject], Result], rounds: int, warmup: int = WARMUP_ROUNDS
+) -> list[list[Result]]:
+    """Return the results of each subject, one per round after the warmup.
+
+    The order reverses from round to round (A B, B A), so that no subject always comes first.
+    """
+    results: list[list[Result]] = [[] for _ in subjects]
+    for number in range(warmup + rounds):
+        order = range(len(subjects)) if number % 2 == 0 else reversed(range(len(subjects)))
+        for i in order:
+            result = measure(subjects[i])
+            if number >= warmup:
+                results[i].append(result)
+    return results
+
+
+def time_alternating(
+    actions: Mapping[Key, Callable[[], object]],
+    rounds: int,
+    *,
+    warmup: int = WARMUP_ROUNDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Key, list[float]]:
+    """Return the seconds of each action, one value per round."""
+    names = list(actions)
+    times = alternate(names, lambda name: measure_seconds(actions[name], clock=clock), rounds, warmup)
+    return dict(zip(names, times, strict=True))
+
+
+def measure_seconds(action: Callable[[], object], *, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds of one call, between two synchronizations of the GPU if there is one."""
+    synchronize()
+    start = clock()
+    action()
+    synchronize()
+    return clock() - start
+
+
+def choose_clock(device: torch.device) -> Callable[[], float]:
+    """Return wall time, or the CPU time of this thread if it does all the work, so other programs do not count."""
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if is_alone else time.perf_counter
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def compare(values: Sequence[float], base: Sequence[float]) -> Ratio:
+    """Return the ratio of paired measurements."""
+    ratios = [value / other for value, other in zip(values, base, strict=True)]
+    if len(ratios) < 2:
+        return Ratio(ratios[0], ratios[0], ratios[0])
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Ratio(median, low, high)
+
+
+def measure_peak_bytes(action: Callable[[], object]) -> int | None:
+    """Return the peak bytes that an action allocates on the GPU; None on a CPU, where torch does not count them."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    action()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of the fastest of several large matrix products: the most that a model can reach here."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = [measure_seconds(lambda: a @ b) for _ in range(WARMUP_ROUNDS + PEAK_ROUNDS)]
+    return 2 * size**3 / min(seconds)
+
+
+def write_record(path: Path | None, rows: Any, **details: Any) -> dict[str, Any]:
+    """Return rows with environment (hardware, versions, commit, command), and write them as JSON if there is a path."""
+    record = {"environment": describe_environment(), **details, "rows": rows}
+    if path is not None:
+        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return record
+
+
 TRANSFORMER = "transformer"
 ALSO_BY_REFERENCE = ("stacktrans", "full_dim")
 """Memories that are also measured with the reference implementation, to show the gain."""
@@ -177,33 +277,3 @@ def _compute_shares(subject: BenchmarkedModel, own: list[dict[str, float]], meas
     flops = subject.model.flops_per_token(subject.config.data.context_length) * tokens_per_second
     shares = {"tokens_per_second": tokens_per_second, "peak_share": flops / measured_peak}
     return shares | ({"mfu": flops / peak} if (peak := get_peak_flops(subject.device)) else {})
-
-
-def main() -> None:
-    """Run the benchmark."""
-    parser = build_parser(__doc__, rounds=100)
-    parser.add_argument("--config", action="append", metavar="NAME_OR_PATH", help="default: quickstart")
-    parser.add_argument("--only", type=split_names, default=MEMORIES, metavar="MEMORY,...", help="default: all")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    args, overrides = parser.parse_known_args()
-    configs = args.config or ["quickstart"]
-    for name in args.only:
-        if name not in MEMORIES:
-            parser.error(f"--only: unknown memory {name!r}{suggest_name(name, MEMORIES)}; choose {', '.join(MEMORIES)}")
-    for name in ("null", *args.only):
-        try:
-            config = compose(configs, [*overrides, f"model.memory={name}"])
-        except ConfigError as error:
-            parser.error(f"with model.memory={name}: {error}")
-        if config.data.objective != "language_modeling":
-            parser.error(f"data.kind {config.data.kind} has no text; use a config of a language model")
-    rows = []
-    for row in measure_efficiency(list(args.only), configs, overrides, args.rounds, choose_device()):
-        rows.append(row)
-        print(f"{row.get('error', 'measured')}: {row['model']} ({row['implementation']})", flush=True)
-        record = write_record(args.out, rows, configs=configs, overrides=overrides)
-    print(f"\n{format_report(build_report(record, args.out), 'markdown' if args.markdown else 'terminal')}")
-
-
-if __name__ == "__main__":
-    main()
