@@ -23,8 +23,9 @@ TESTS = [
     "tests/test_gpu.py",
     "tests/test_triton_depth.py",
     "tests/test_triton_scan.py",
-    *("tests/test_cross_entropy.py", "tests/test_loss_curves.py"),
-    *("tests/test_attention_requirements.py", "tests/test_cost.py"),
+    "tests/test_loss_curves.py",
+    "tests/test_attention_requirements.py",
+    "tests/test_cost.py",
 ]
 BENCH = [sys.executable, "-m", "stackexp", "bench"]
 EFFICIENCY = [*BENCH, "efficiency", "--config", "pretrain/transformer-360m", "trainer.precision=bf16-mixed"]
