@@ -31,7 +31,7 @@ TINY = {
         "context_length": 32,
         "global_batch_tokens": 256,
         "micro_batch_size": 4,
-        "eval_batch_size": 4,
+        "eval_batch_size": 32,
         "num_workers": 0,
     },
     "optimizer": {"lr": 3e-3},
@@ -43,19 +43,26 @@ TINY = {
         "val_check_interval": 6,
         "checkpoint_interval": 4,
     },
-    "logging": {"probe_interval": 5},
+    "logging": {"probe_interval": 5, "loggers": []},  # the heat maps of TensorBoard take as long as the training
 }
+
+
+LONG_GROUPS = ("trained", "cluster", "test_triton_depth.py", "test_triton_scan.py", "test_sweep_worker.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `pytest -n`, the tests of a file stay together, and those that share a cluster or the trained run.
 
-    Two clusters at once would start jobs with the same number, from which Lightning derives the port of a run.
+    Two clusters at once would start jobs with the same number, from which Lightning derives the port of a run. The
+    longest groups start first, so that all processes end at about the same time.
     """
+    groups = {}
     for item in items:
         shared = (name for name in ("cluster", "trained") if name in item.fixturenames)
-        item.add_marker(pytest.mark.xdist_group(next(shared, item.path.name)))
+        groups[item] = next(shared, item.path.name)
+        item.add_marker(pytest.mark.xdist_group(groups[item]))
+    items.sort(key=lambda item: groups[item] not in LONG_GROUPS)
 
 
 @pytest.fixture(scope="session")
@@ -89,7 +96,7 @@ def tiny(corpus, tmp_path) -> Path:
     return write_tiny(corpus, tmp_path)
 
 
-def write_tiny(corpus: dict[str, Path], folder: Path) -> Path:
+def write_tiny(corpus: dict[str, Path], folder: Path, loggers: tuple[str, ...] = ()) -> Path:
     config = TINY | {
         "data": TINY["data"]
         | {
@@ -97,7 +104,7 @@ def write_tiny(corpus: dict[str, Path], folder: Path) -> Path:
             "validation": {"left": str(corpus["left"]), "right": str(corpus["right"])},
             "test": {"right": str(corpus["right"])},
         },
-        "logging": TINY["logging"] | {"root": str(folder / "runs")},
+        "logging": TINY["logging"] | {"root": str(folder / "runs"), "loggers": list(loggers)},
     }
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(config))

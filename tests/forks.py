@@ -129,7 +129,8 @@ def _child(function: Callable[..., Any], arguments: tuple, environment: dict, fo
 def _program(*arguments: object) -> int:
     from stackexp.cli import main
 
-    return main([str(argument) for argument in arguments])
+    sys.orig_argv = ["python", "-m", "stackexp", *map(str, arguments)]  # for environment.json
+    return main(sys.orig_argv[3:])
 
 
 def _free_port() -> int:

@@ -92,6 +92,7 @@ def test_scan_compares_kernels_with_loops(run_benchmark, tmp_path):
     assert all({"reference_ms", "eager_ms", "numba_ms"} <= row.keys() for row in rows)
 
 
+@pytest.mark.process
 def test_prepare_measures_both_on_the_same_text(tmp_path):
     """In a process of its own, because it sets variables of the environment and starts workers."""
     options = ["--megabytes=0.3", "--rounds=1", "--vocab-size=300", "--out", tmp_path / "out.json"]
@@ -175,6 +176,7 @@ def test_efficiency_continues_after_a_model_that_does_not_fit(tmp_path, capsys, 
     assert line.count("out of memory") == 4
 
 
+@pytest.mark.process
 def test_efficiency_compiles_every_model(monkeypatch):
     """At torch's default limit, models after the second one ran eagerly."""
     counter, compile_module = CompileCounterWithBackend("eager"), torch.nn.Module.compile

@@ -9,19 +9,14 @@ import pytest
 
 CASES = {
     "stackexp sweep st": "status stop",
-    "stackexp fi": "fit",
     "stackexp fit --conf": "--config",
-    "stackexp fit --config quick": "quickstart",
     "stackexp sweep run quick": "quick_grid",
     "stackexp fit --config quickstart model.memory=pu": "push_only",
     "stackexp fit --config quickstart model.memory.axis=ti": "time",
     "stackexp fit --config quickstart trainer.compile=": "true false",
     "stackexp configs explain model.memory.num_sl": "model.memory.num_slots",
-    "stackexp configs show quick": "quickstart",
     "stackexp plan --device h1": "h100-pcie h100",
-    "python -m stackexp sweep st": "status stop",
     "python -m stackexp fit --config quick": "quickstart",
-    "python -m stackexp fit --config quickstart model.memory=pu": "push_only",
 }
 
 

@@ -16,7 +16,7 @@ from stackexp.models.checkpoints import load_state
 from stackexp.training.callbacks.data_record import KEY, DataRecord
 
 FEW = ("trainer.max_steps=6", "trainer.val_check_interval=null", "trainer.checkpoint_interval=3")
-FEW += ("data.hash_interval=2", "logging.progress_bar=false", "logging.loggers=[]")
+FEW += ("data.hash_interval=2", "logging.progress_bar=false")
 
 
 def test_a_sequence_hash_depends_on_the_ids_but_not_on_their_type():

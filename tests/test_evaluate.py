@@ -51,7 +51,7 @@ def group(tmp_path_factory) -> Path:
 def fitted(corpus, group, tmp_path_factory) -> RunFolder:
     """A run that validates on three chunks of each set: those of the group `v2`, and `left`."""
     folder = tmp_path_factory.mktemp("fitted")
-    path = write_tiny(corpus, folder)
+    path = write_tiny(corpus, folder, ("tensorboard",))
     config = yaml.safe_load(path.read_text())
     config["data"] |= {"validation": {"v2": str(group), "left": str(corpus["left"])}, "eval_sequences": 3}
     path.write_text(yaml.safe_dump(config))

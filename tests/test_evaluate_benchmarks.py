@@ -5,14 +5,12 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from benchmark_files import DATASETS, evaluate, read_error, write_datasets
 from conftest import write_tiny
 from corpora import prepare_set
+from forks import Forks
 
 pytest.importorskip("lm_eval")
 from stackexp import cli
@@ -175,9 +173,7 @@ def score_and_kill(kill_at: int, *arguments: object) -> int:
 def test_a_killed_evaluation_computes_only_the_remaining_answers(trained_copy, datasets, tmp_path):
     command = ("--run", trained_copy, "--tasks", ",".join(SMALL), "--datasets", datasets)
     output = trained_copy / "benchmarks.json"
-    code = "import sys, test_evaluate_benchmarks as tests; tests.score_and_kill(8, *sys.argv[1:])"
-    killed = subprocess.run([sys.executable, "-c", code, *map(str, command)], cwd=Path(__file__).parent, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    Forks(tmp_path).run(8, *command, function=score_and_kill, expect=-signal.SIGKILL)
     assert not output.exists()
     other = ("--ckpt_path", trained_copy / "checkpoints" / "00000004", "--out", tmp_path / "other.json")
     assert score_and_kill(0, *command, *other) == 14, "9 + 4 choices and a reference answer: nothing of another model"

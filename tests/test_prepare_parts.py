@@ -1,5 +1,6 @@
 """Several processes prepare one set: kills, parts, and merges at the same time."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from corpora import prepare_set, read_files, write_many
+from forks import Forks
 from processes import wait_until
 
 from stackexp.data.shards import TokenSet
@@ -83,26 +85,16 @@ def test_replaced_tokenizer_is_refused(source, whole, tmp_path, given):
 
 # Processes
 
-SCRIPT = """
-import sys
-from pathlib import Path
-from stackexp.data.prepare import Preparation, prepare
-source, folder, part, workers = sys.argv[1:]
-plan = Preparation(Path(source), vocab_size=300, context_length=64, unit_bytes=20_000)
-part = tuple(map(int, part.split("/"))) if part else None
-prepare(plan, Path(folder), workers=int(workers), part=part)
-"""
 
-
-def start(source: Path, folder: Path, part: str = "", workers: int = 1) -> subprocess.Popen:
-    command = [sys.executable, "-c", SCRIPT, source, folder, part, str(workers)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+def prepare_part(source: Path, folder: Path, part: tuple[int, int] | None) -> None:
+    prepare_set(source, folder, unit_bytes=UNIT_BYTES, part=part)
 
 
 def test_concurrent_parts_and_merges_write_each_unit_once(source, whole, tmp_path):
-    processes = [start(source, tmp_path / "set", part) for part in ("1/2", "2/2", "1/2", "", "")]
-    messages = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 5, messages
+    forks, parts = Forks(tmp_path), [(1, 2), (2, 2), (1, 2), None, None]
+    processes = [forks.start(source, tmp_path / "set", part, function=prepare_part) for part in parts]
+    assert [process.join() for process in processes] == [[0]] * 5
+    messages = [process.output.read_text() for process in processes]
     assert sum("training a tokenizer" in message for message in messages) == 1
     assert sum("waiting for another process" in message for message in messages) >= 1
     assert all(
@@ -112,15 +104,31 @@ def test_concurrent_parts_and_merges_write_each_unit_once(source, whole, tmp_pat
 
 
 def test_merge_waits_for_running_parts(source, tmp_path):
-    part = start(source, tmp_path / "set", "1/1")
+    forks = Forks(tmp_path)
+    part = forks.start(source, tmp_path / "set", (1, 1), function=prepare_part)
     wait_until(lambda: units_in(tmp_path / "set"))
-    part.send_signal(signal.SIGSTOP)  # while it holds the lock of the folder
-    merge = start(source, tmp_path / "set")
-    assert merge.stderr.readline() == f"waiting for another process to finish the preparation of {tmp_path}/set\n"
+    os.kill(part[0].pid, signal.SIGSTOP)  # while it holds the lock of the folder
+    merge = forks.start(source, tmp_path / "set", None, function=prepare_part)
+    line = f"waiting for another process to finish the preparation of {tmp_path}/set\n"
+    wait_until(lambda: merge.output.exists() and merge.output.read_text() == line)
     assert not (tmp_path / "set" / "corpus.json").exists()
-    part.send_signal(signal.SIGCONT)
-    assert (part.wait(), merge.wait()) == (0, 0)
+    os.kill(part[0].pid, signal.SIGCONT)
+    assert (part.join(), merge.join()) == ([0], [0])
     assert (tmp_path / "set" / "corpus.json").exists()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from stackexp.data.prepare import Preparation, prepare
+plan = Preparation(Path(sys.argv[1]), vocab_size=300, context_length=64, unit_bytes=20_000)
+prepare(plan, Path(sys.argv[2]), workers=2)
+"""
+
+
+def start(source: Path, folder: Path) -> subprocess.Popen:
+    """Start a preparation in a session of its own, with its workers."""
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, source, folder], start_new_session=True)
 
 
 def members(group: int) -> list[int]:
@@ -149,13 +157,14 @@ MOMENTS = [
 
 def kill_at(moment: Callable[[Path], bool], source: Path, folder: Path) -> None:
     """Kill the parent process at a moment, or after its end; its workers must exit."""
-    process = start(source, folder, workers=2)
+    process = start(source, folder)
     wait_until(lambda: moment(folder) or process.poll() is not None)
     process.send_signal(signal.SIGKILL)
     process.wait()
     wait_until(lambda: not members(process.pid))  # no worker outlives its parent
 
 
+@pytest.mark.process
 def test_kills_neither_lose_nor_duplicate_documents(source, whole, tmp_path):
     for attempt in range(5):  # the machine may finish before the kills
         folder, counts = tmp_path / f"killed{attempt}", []
@@ -163,7 +172,7 @@ def test_kills_neither_lose_nor_duplicate_documents(source, whole, tmp_path):
             if not (folder / "corpus.json").exists():
                 kill_at(moment, source, folder)
                 counts.append(len(units_in(folder)))
-        assert start(source, folder, workers=2).wait() == 0
+        assert start(source, folder).wait() == 0
         if was_interrupted := any(0 < count < UNITS for count in counts):
             break
     assert was_interrupted, f"no kill hit an unfinished set: {counts}"

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
@@ -13,6 +11,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+from forks import Forks
 from loaders import TEXTS, TOKENIZER, T, build_config, build_loader, run_ranks
 from torch import multiprocessing
 
@@ -90,10 +89,12 @@ def checkpoint_paths(folder: Path, workers: int) -> dict[int, Path]:
     return {step: folder / f"{workers}-{step}.ckpt" for step in CHECKPOINT_STEPS}
 
 
-def train_and_die(path: str, checkpoints: str) -> None:
+def train_and_die(path: str, checkpoints: Path, locks: str) -> None:
     """Train, save checkpoints, and kill this process with its workers. Runs in a process of its own."""
+    os.setsid()
+    tempfile.tempdir = os.environ["TMPDIR"] = locks
     for workers in (0, 1):
-        fit(build_config(path=path, num_workers=workers), 23, checkpoint_paths(Path(checkpoints), workers))
+        fit(build_config(path=path, num_workers=workers), 23, checkpoint_paths(checkpoints, workers))
     next(iter(build_loader(build_config(path=path, num_workers=1))))
     os.killpg(0, signal.SIGKILL)
 
@@ -102,11 +103,8 @@ def train_and_die(path: str, checkpoints: str) -> None:
 def checkpoints(folder, tmp_path_factory) -> Path:
     """Checkpoints of a process that was killed."""
     path = tmp_path_factory.mktemp("checkpoints")
-    script = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import {Path(__file__).stem} as test; "
-    script += f"test.train_and_die({str(folder)!r}, {str(path)!r})"
     before = set(os.listdir("/dev/shm"))
-    ended = subprocess.run([sys.executable, "-c", script], start_new_session=True, capture_output=True, text=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    Forks(path).run(str(folder), path, tempfile.tempdir, function=train_and_die, expect=-signal.SIGKILL)
     remains = set(os.listdir("/dev/shm")) - before
     assert remains, "the kill left no shared memory, so this proves nothing"
     yield path

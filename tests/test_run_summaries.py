@@ -121,15 +121,10 @@ def test_damaged_records_never_cause_a_traceback(run, capsys, file):
     path, generator = run.path / file, random.Random(file)
     original = path.read_bytes()
     compare = ["report", "compare", str(run.path), str(run.path)]
-    commands = (
-        ["runs", "list"],
-        ["runs", "show", str(run.path)],
-        [*compare, "--figure", "x.png"],
-        [*compare, "--csv", "x.csv"],
-    )
-    for _ in range(10):
+    commands = [["runs", "list"], ["runs", "show", str(run.path)], [*compare, "--csv", "x.csv"]]
+    for number in range(10):
         path.write_bytes(mutate(original, generator))
-        for command in commands:
+        for command in [*commands, *[[*compare, "--figure", "x.png"]] * (number < 2)]:  # drawing is slow
             code = main(command)
             captured = capsys.readouterr()
             assert code in (0, 1, 2)

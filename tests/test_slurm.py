@@ -73,6 +73,7 @@ def test_concurrent_submissions_run_no_trial_twice(study, slurm):
     assert study.count_attempts() == [1] * 4
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", ["TERM", "USR1"])
 def test_a_preempted_worker_passes_the_signal_on_and_is_requeued(study, slurm, number):
     """One trial runs on both nodes."""
@@ -90,6 +91,7 @@ def test_a_preempted_worker_passes_the_signal_on_and_is_requeued(study, slurm, n
     assert not any(trial.failure.exists() for trial in study.trials)
 
 
+@pytest.mark.process
 def test_a_cancelled_worker_is_not_requeued(study, slurm):
     study.set_behavior({name: {"seconds": 20} for name in "abcd"})
     study.run(*SUBMIT, "--max-parallel", 1)

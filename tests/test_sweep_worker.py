@@ -103,7 +103,15 @@ def test_next_worker_resumes_after_worker_and_trial_were_killed(study):
     assert study.count_attempts() == [2, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), ("stop", 75), ("killed", -9)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.process),
+        (signal.SIGTERM, 75),
+        pytest.param("stop", 75, marks=pytest.mark.process),
+        ("killed", -9),
+    ],
+)
 def test_stopped_trials_save_and_the_same_command_resumes(study, how, code):
     """`sweep stop` also stops the trials of a killed worker."""
     study.set_behavior({name: {"seconds": 20} for name in "ab"})
@@ -129,6 +137,7 @@ def test_stopped_trials_save_and_the_same_command_resumes(study, how, code):
     assert not any(trial.failure.exists() for trial in study.trials)
 
 
+@pytest.mark.process
 def test_randomly_killed_workers_neither_lose_nor_repeat_trials(study):
     study.set_behavior({name: {"seconds": 0.5} for name in "abcd"})
     rng = random.Random(0)
@@ -144,7 +153,7 @@ def test_randomly_killed_workers_neither_lose_nor_repeat_trials(study):
 
 
 def test_trial_that_ignores_signals_is_killed(study):
-    study.set_behavior({"a": {"seconds": 100, "stubborn": True}})
+    study.set_behavior({"a": {"seconds": 30, "stubborn": True}})
     process = study.start("--max-parallel", 1)
     wait_until(lambda: study.read_steps()[0], process)
     process.send_signal(signal.SIGTERM)

@@ -21,7 +21,7 @@ from stackexp.runs import RunFolder
 
 DECAY = 0.6  # reached at step 13 of (1 + n) / (10 + n)
 OPTIONS = (f"trainer.ema_decay={DECAY}", "trainer.max_steps=16", "trainer.checkpoint_interval=1")
-OPTIONS += ("trainer.val_check_interval=16", "logging.progress_bar=false", "logging.loggers=[]")
+OPTIONS += ("trainer.val_check_interval=16", "logging.progress_bar=false")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from stackexp.config.optimizer import AdamWConfig, MuonConfig
 from stackexp.models.transformer import Transformer
 from stackexp.modules.optimizers import build_adamw, build_muon
 
-WIDTHS = (64, 128, 256, 512)
+WIDTHS = (64, 128, 256)
 
 
 def build(width, is_scaled, memory=None, **options):

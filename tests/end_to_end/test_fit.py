@@ -10,7 +10,6 @@ import torch
 import yaml
 from conftest import write_tiny
 from forks import Forks
-from processes import Program
 from records import losses, only_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -26,7 +25,7 @@ from stackexp.runs import RunFolder
 def fitted(corpus, tmp_path_factory) -> tuple[RunFolder, str]:
     """A run of twelve steps, and its output."""
     folder = tmp_path_factory.mktemp("fitted")
-    output = Program(folder).run("fit", "--config", write_tiny(corpus, folder))
+    output = Forks(folder).run("fit", "--config", write_tiny(corpus, folder, ("tensorboard",)))
     return only_run(folder / "runs"), output
 
 

@@ -14,7 +14,7 @@ from records import losses, only_run, record
 from stackexp.runs import RunFolder
 
 EVERY_STEP = ("trainer.checkpoint_interval=1", "trainer.val_check_interval=25", "data.eval_sequences=8")
-QUIET = ("logging.loggers=[]", "logging.progress_bar=false")
+QUIET = ("logging.progress_bar=false",)
 TWO = ("trainer.devices=2", "data.micro_batch_size=2")
 
 

@@ -51,7 +51,7 @@ def test_resume_after_sigkill_is_exact(forks, tiny, tmp_path):
 
 @pytest.mark.process
 def test_a_kill_during_validation_loses_no_validation(forks, tiny, tmp_path):
-    command = ("fit", "--config", tiny, *INTERVALS, "trainer.max_steps=30")
+    command = ("fit", "--config", tiny, *INTERVALS, "trainer.max_steps=30", "data.eval_batch_size=1")
     forks.run(*command)
     elsewhere = tmp_path / "killed"
     command = (*command, f"logging.root={elsewhere}")

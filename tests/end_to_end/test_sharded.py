@@ -16,7 +16,7 @@ from stackexp.models import checkpoints
 from stackexp.runs import RunFolder
 
 INTERVALS = ("trainer.max_steps=48", "trainer.checkpoint_interval=5", "trainer.val_check_interval=12")
-CHEAP = ("data.eval_batch_size=64", "logging.progress_bar=false")
+CHEAP = ("logging.progress_bar=false",)
 SESSIONS = {  # processes x micro-batches per step: 2 x 2, 1 x 1, 2 x 1, 2 x 4
     "fsdp": ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2"),
     "one process": ("data.micro_batch_size=8",),

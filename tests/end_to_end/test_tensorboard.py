@@ -96,7 +96,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on 
 @pytest.mark.process
 @needs_chromium
 def test_the_page_shows_the_curves_of_a_run(program, tiny, tmp_path):
-    program.run("fit", "--config", tiny)
+    program.run("fit", "--config", tiny, "logging.loggers=[tensorboard]")
     with tensorboard(tmp_path / "runs", has_loaded) as url:
         losses = read_curves(url, "train/loss", LOSSES, tmp_path / "first")
         probes = read_curves(url, "memory/entropy", PROBES, tmp_path / "second")
