@@ -147,7 +147,7 @@ texts = st.text(st.characters(codec="utf-8", exclude_characters="$\x00\\", exclu
 EXAMPLE = compose(["ablation/queue"])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     path=texts.filter(lambda text: text != "???"),
     lr=st.floats(1e-300, 1e30),

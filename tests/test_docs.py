@@ -91,6 +91,7 @@ def test_the_example_sweeps_load(tmp_path, monkeypatch):
     assert [len(load_sweep(name).trials) for name in found] == [6, 4, 0]
 
 
+@pytest.mark.process
 def test_the_printed_plan_is_current(capsys):
     text = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
     command, printed = re.search(rf"    {PREFIX}(plan .*)\n\n```text\n((?:.*\n)*?)```", text).groups()

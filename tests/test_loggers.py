@@ -65,6 +65,7 @@ def stop_at(run: RunFolder, step: int) -> None:
             shutil.rmtree(path)
 
 
+@pytest.mark.process
 def test_wandb_and_mlflow_receive_every_line_and_continue_after_a_kill(wandb, client, tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("RUNS", str(tmp_path / "runs"))
     options = ("logging.loggers=[wandb,mlflow]", "logging.root=${oc.env:RUNS}")
@@ -328,6 +329,7 @@ def test_lines_keep_their_time_and_evaluations_their_files(tmp_path):
 def test_hyperparameters_are_written_when_the_run_starts(tmp_path):
     logger = RunTensorBoard(tmp_path)
     hyperparameters = {"optimizer.lr": 0.5, "model.memory.axis": "depth", "model.memory": None}
+    hyperparameters["model.memory.num_heads"] = 2  # shown by the symbol of the paper
     logger.start({}, {}, hyperparameters, [LOSS, "val/loss/average"])
     logger.save()
     [path] = tmp_path.iterdir()
@@ -337,7 +339,7 @@ def test_hyperparameters_are_written_when_the_run_starts(tmp_path):
     [start] = [value for value in values if value.tag.endswith("session_start_info")]
     content = plugin_data_pb2.HParamsPluginData.FromString(start.metadata.plugin_data.content)
     written = {key: getattr(v, v.WhichOneof("kind")) for key, v in content.session_start_info.hparams.items()}
-    assert written == {"optimizer.lr": 0.5, "model.memory.axis": "depth", "model.memory": "None"}
+    assert written == {"optimizer.lr": 0.5, "model.memory.axis": "depth", "model.memory": "None", "H": 2}
     logger.finish(3.0, 9)
     logger.close()
     assert read_curve(tmp_path, "train/final_loss") == [(9, 3.0)]
