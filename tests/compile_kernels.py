@@ -1,4 +1,4 @@
-"""Compile the Triton kernels of cases for an H100, without a GPU: `python compile_kernels.py depth|scan`.
+"""Compile the Triton kernels for an H100, without a GPU: `python compile_kernels.py depth|scan cases|usual`.
 
 Triton's interpreter also runs programs that its compiler rejects.
 """
@@ -7,6 +7,7 @@ import functools
 import sys
 from types import SimpleNamespace
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -28,24 +29,28 @@ def use_compiler_only() -> None:
     depth_step._load_kernel = lambda name, device: getattr(depth_step_kernels, name)
 
 
-def compile_depth_steps() -> None:
+def compile_depth_steps(sizes: str) -> None:
+    """Compile the steps of all cases, or those of 360m in bfloat16."""
     import depth_steps
     from test_triton_depth import CASES, GPU_CASE
 
     with stack.use_implementation("triton"):
-        for case in [*CASES, GPU_CASE]:
+        for case in CASES if sizes == "cases" else [GPU_CASE]:
             depth_steps.compute("triton", case, depth_steps.make_inputs(case))
 
 
-def compile_scans() -> None:
+def compile_scans(sizes: str) -> None:
+    """Compile the scans of all cases, or those of the formal languages with each kind of feedback."""
     import scans
     from test_triton_scan import CASES
 
-    for case in CASES:
+    usual = scans.Case(24, 8, 4, 5, read_mask="log", dtype=torch.float32)
+    kinds = [(None, 0), ("tanh", 0), ("tanh", 128), ("gated", 128)]
+    for case in CASES if sizes == "cases" else [usual._replace(feedback=f, hidden=units) for f, units in kinds]:
         scans.run("triton", case, "cpu")
 
 
 if __name__ == "__main__":
     use_compiler_only()
-    {"depth": compile_depth_steps, "scan": compile_scans}[sys.argv[1]]()
+    {"depth": compile_depth_steps, "scan": compile_scans}[sys.argv[1]](sys.argv[2])
     print("compiled with Triton", triton.__version__)

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.attention import Positions, build_rope_table
 from stackexp.models.transformer import Cache, Transformer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -93,18 +92,6 @@ def test_cached_logits_match_full_forward(name, chunks):
     with torch.no_grad():
         logits = torch.cat([model(part, cache).logits for part in tokens.split(chunks, 1)], 1)
         torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_null_memory_matches_plain_transformer_exactly(tied):
-    model, tokens = make_model(None, tie_embeddings=tied), make_tokens()
-    h = model.embedding(tokens)
-    positions = Positions(build_rope_table(model.config, 0, T, h))
-    for layer in model.layers:
-        h = h + layer.attention(layer.attention_norm(h), positions)[0]
-        h = h + layer.feed_forward(layer.feed_forward_norm(h))
-    expected = F.linear(model.norm(h), (model.embedding if tied else model.head).weight)
-    assert torch.equal(model(tokens).logits, expected)
 
 
 @pytest.mark.parametrize("name", ["depth", "queue"])

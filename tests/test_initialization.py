@@ -41,13 +41,6 @@ def test_normal_is_not_truncated_or_scaled():
         assert weight.abs().max() > 4 * 0.02
 
 
-def test_fan_in_is_the_last_dimension():
-    torch.manual_seed(0)
-    weight = torch.empty(100, 3, 400)  # as a memory's actions: [H, 3, D]
-    init_weight_(weight, TransformerConfig())
-    assert weight.std().item() == pytest.approx(OF_TRUNCATED / 20, rel=0.01)
-
-
 @pytest.mark.parametrize("memory", ["null", "value_skip"])
 def test_embedding_scale_applies_to_the_input_only(memory):
     config = compose(["quickstart"], [f"model.memory={memory}", "model.num_layers=2", "model.embedding_scale=1"]).model

@@ -113,18 +113,6 @@ def test_action_input_hidden_reads_all_of_h(scale, divisor):
     assert trace["pop"].item() == pytest.approx(logits.softmax(-1)[..., 1].mean().item())
 
 
-@pytest.mark.parametrize("axis", ["time", "token_major"])
-def test_token_scan_in_chunks_matches_full_scan(axis):
-    memory, h = make_memory(axis=axis), hidden_states()
-    whole, end, _ = memory(h, memory.empty_state(h))
-    state, parts = memory.empty_state(h), []
-    for part in h.split([2, 1, 2], 1):
-        out, state, _ = memory(part, state)
-        parts.append(out)
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
-    torch.testing.assert_close(state, end)
-
-
 def test_eval_num_slots_applies_only_in_evaluation():
     h = hidden_states(tokens=9)
     memory = make_memory(axis="time", eval_num_slots=7)
@@ -152,16 +140,6 @@ def test_initialization_has_configured_standard_deviation(init):
             assert weight.abs().max() <= 3 * sigma
             assert weight.std().item() == pytest.approx(0.9866 * sigma, rel=0.15)  # of the truncated normal
     assert memory.gate.item() == 1
-
-
-def test_additive_mask_reads_one_slot_and_gives_query_no_gradient():
-    memory, h = make_memory(axis="time", read_mask="additive"), hidden_states()
-    out, _, _ = memory(h, memory.empty_state(h))
-    (gradient,) = torch.autograd.grad(out.sum(), memory.query)
-    assert gradient.abs().max() < 1e-100, "only underflow may remain"
-    top = make_memory(axis="time", read="top")
-    top.load_state_dict({name: value for name, value in memory.state_dict().items() if name != "query"})
-    torch.testing.assert_close(out, top(h, top.empty_state(h))[0])  # the occupied-most slot is the top
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)
@@ -378,19 +356,6 @@ def test_layers_read_a_list_of_everything_below(implementation, read, read_mask)
                 torch.testing.assert_close(new_h[b, t], expected)
             assert stats["entropy"] == 0
             h = new_h.detach()
-
-
-def test_scans_read_a_list_of_the_last_tokens():
-    memory = make_memory(axis="time", **PUSH_ONLY | {"num_slots": 3})
-    h = hidden_states()
-    new_h, _, _ = memory(h, memory.empty_state(h))
-    x = memory.project_down(h)
-    reads = [
-        read_list([x[0, t, head].tolist() for t in range(T)], memory.query[head].tolist(), 3, "global", "multiply")
-        for head in range(2)
-    ]
-    expected = memory.gate * h[0, -1] + memory.project_up(torch.tensor([reads], dtype=torch.float64))[0]
-    torch.testing.assert_close(new_h[0, -1], expected)
 
 
 def test_it_has_no_action_parameters_and_no_entropy_term():

@@ -1,6 +1,5 @@
 """Full and selective activation checkpointing: recomputed operators, saved tensors and gradients."""
 
-import copy
 from collections import Counter
 
 import pytest
@@ -101,14 +100,3 @@ def test_config_selects_recomputation():
         assert TrainingModule(config).model.checkpoint_blocks == expected
     with pytest.raises(ConfigError, match=r"trainer\.recompute: selective requires activation_checkpointing: true"):
         compose(["quickstart"], ["trainer.recompute=selective"])
-
-
-@pytest.mark.slow  # compiles with the C++ compiler
-@pytest.mark.parametrize("recompute", [True, "selective"])
-def test_compiled_recomputation_preserves_gradients(recompute):
-    model = make_model(MEMORIES["depth"], torch.float32)
-    compiled = copy.deepcopy(model)
-    compiled.compile(fullgraph=True)
-    torch.testing.assert_close(
-        compute_gradients(compiled, recompute), compute_gradients(model, False), rtol=1e-3, atol=1e-4
-    )

@@ -132,12 +132,6 @@ def test_memory_runs_after_every_feed_forward():
     assert output.entropy == 0
     assert set(output.probes[0]) == {"push", "pop", "no_op", "read_share"}
     assert model.num_parameters(memory=True) == 3 * (16 * 3 + 3)
-    later = make_tokens()
-    later[0, 4] = (later[0, 4] + 1) % VOCAB
-    moved = (model(later).logits - output.logits).abs().amax(-1)
-    assert all(moved[0, :4] < 1e-12)
-    assert all(moved[0, 4:] > 1e-9)
-    assert all(moved[1] < 1e-12)
 
 
 def test_flops_match_the_sum_over_steps():

@@ -1,11 +1,7 @@
 """Tests of the Triton depth step against the reference: in Triton's interpreter, and on a GPU."""
 
 import itertools
-import re
-import subprocess
-import tempfile
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +21,6 @@ from depth_steps import (
 from stack_traffic import compute_traffic
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from stackexp.stack.triton import depth_step
-from stackexp.stack.triton.depth_step import StepBackward, StepForward, StepInputs
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -173,48 +166,6 @@ def test_steps_that_a_cuda_graph_captures_use_no_cpu_tensors(compiler):
             differentiate(unroll("triton", case, inputs), inputs, given)
         found.append(cpu_tensors.operators)
     assert found == [[], ["aten.randn.generator"] * 3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_stages", [1, 4])
-@pytest.mark.parametrize("name", ["forward", "backward"])
-def test_kernels_compile_for_an_h100_and_spill_at_most_one_register(compiler, name, num_stages):
-    """The sizes are those of 360m in bfloat16: H = 4, D = 16. One warp needs no barriers.
-
-    In one case Triton 3.8 spills one register, which leaves 128.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from stackexp.stack.triton import depth_step_kernels
-
-    function = getattr(depth_step_kernels, name)
-    x, logits, slots = (torch.empty(shape, dtype=BF16) for shape in [(1, 4, 16), (1, 4, 3), (24, 1, 4, 16)])
-    inputs = StepInputs(x, logits, None, slots, slots.float(), x, x, [], [], 24, "stack", "global", "multiply", False)
-    options = depth_step.make_options(inputs)
-    arguments = StepForward if name == "forward" else StepBackward
-    halves = {"query", "slots", "read", "rest", "new_slots", "grad_read", "grad_slots", "to_x", "to_logits", "to_slots"}
-    kinds = {field: "*bf16" if field in halves else "*fp32" for field in arguments._fields}
-    missing = {"grad_action"} & kinds.keys()
-    kinds |= dict.fromkeys(missing, "constexpr")
-    layers = ("*bf16",) * num_stages
-    signature = {"xs": layers, "logits": layers, "tensors": arguments(**kinds)}
-    signature |= dict.fromkeys(function.arg_names[3:-1], "i32") | {"settings": "constexpr"}
-    constants = {"settings": options} | {(2, arguments._fields.index(field)): None for field in missing}
-    paths = [(i, j) for i in (0, 1) for j in range(num_stages)]
-    paths += [(2, i) for i, field in enumerate(kinds) if field not in missing]
-    aligned = {path: [["tt.divisibility", 16]] for path in paths}
-    source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
-    target = GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(source, target=target, options=depth_step.compiler_options(16))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "-res-usage", "-sass", file.name]
-        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert re.search(r"STACK:[08] .* LOCAL:0 ", found)
-    assert found.count("STL") + found.count("LDL") <= 2
-    assert "BAR.SYNC" not in found
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

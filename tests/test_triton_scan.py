@@ -1,17 +1,11 @@
 """Tests of the Triton scan against the reference: in Triton's interpreter, and on a GPU."""
 
 import itertools
-import subprocess
-import tempfile
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 from scans import DISCIPLINES, READS, Case, check, check_autocast, run
-
-from stackexp.stack.triton import time_scan
-from stackexp.stack.triton.time_scan import ScanBackward, ScanForward
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -62,40 +56,6 @@ def test_backward_ignores_autocast(triton_interpreter):
 @pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
 def test_equals_the_reference_with_all_options(triton_interpreter, case):
     triton_interpreter.submit(check, "triton", case).result()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("feedback", "hidden"), [(None, 0), ("tanh", 0), ("tanh", 128), ("gated", 128)])
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_kernels_compile_for_an_h100_without_spilling(kernel, feedback, hidden):
-    """The sizes are those of the formal languages: H = 4, D = 8, S = 24. The state fits into registers."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from stackexp.stack.triton import time_scan_kernels
-
-    function = getattr(time_scan_kernels, kernel)
-    x, logits = torch.empty(1, 1, 4, 8), torch.empty(1, 1, 4, 3)
-    names = ("stack", "global", "log", feedback)
-    options = time_scan.make_options(x, logits, 24, hidden or 32, names)
-    tensors = ScanForward if kernel == "forward" else ScanBackward
-    missing = {"token_bias", "read_weight", "grad_token_bias"} if not hidden else set()
-    missing |= {"feedback_x", "feedback_logits", "fed", "grad_logits_with_feedback"} if not feedback else set()
-    kinds = {field: "constexpr" if field in missing else "*fp32" for field in tensors._fields}
-    signature = {"tensors": tensors(**kinds), "settings": "constexpr"}
-    signature |= dict.fromkeys(time_scan_kernels.DYNAMIC, "i32")
-    signature = {name: signature[name] for name in function.arg_names}
-    constants = {"settings": options} | {(0, i): None for i, field in enumerate(kinds) if field in missing}
-    source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants)
-    target = GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(source, target=target, options=time_scan.compiler_options(options))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "STACK:0 " in usage
-    assert "LOCAL:0 " in usage
 
 
 @pytest.mark.gpu
