@@ -14,8 +14,8 @@ from stackexp.sweeps.trials import WORKERS, State, Status, Trial, read_claim, re
 from stackexp.tables import ABSENT, format_table
 from stackexp.terminal import format_duration
 
-COLUMNS = ("trial", "state", "step", "loss", "tokens/s", "left", "objective", "attempts", "cause")
-ALIGN = "<<>>>>>><"
+LEFT = ("trial", "state", "cause")
+"""Columns of text; numbers are aligned on the right."""
 
 
 class ChangePrinter:
@@ -34,7 +34,7 @@ class ChangePrinter:
             status = read_status(trial, self._objective)
             current = self._printed[trial] = status.state, status.attempts
             if current != before:
-                cells = dict(zip(COLUMNS, format_status(status), strict=True))
+                cells = format_status(status)
                 details = [f"{key} {cells[key]}" for key in ("step", "loss", "objective") if cells[key]]
                 text = ", ".join([*details, *filter(None, [status.cause])])
                 print(f"{time.strftime('%H:%M:%S')}  {status.state:8}  {trial.name}  {text}", flush=True)
@@ -52,15 +52,12 @@ def format_sweep_status(sweep: Sweep, statuses: list[Status]) -> str:
 
     Empty columns are omitted, and attempts if no trial was retried.
     """
-    columns = dict(zip(COLUMNS, zip(*map(format_status, statuses), strict=True), strict=False))  # {} without rows
-    omitted = {column for column, cells in columns.items() if not any(cells)}
-    if all(status.attempts < 2 for status in statuses):
-        omitted.add("attempts")
-    shown = [column for column in columns if column not in omitted]
-    align = "".join(side for column, side in zip(COLUMNS, ALIGN, strict=True) if column in shown)
-    rows = [list(row) for row in zip(*(columns[column] for column in shown), strict=True)]
-    summary = f"{sweep.folder}: {format_summary(statuses)}; {_describe_workers(sweep)}"
-    return f"{format_table(rows, header=shown, align=align)}\n\n{summary}"
+    rows = list(map(format_status, statuses))
+    omitted = [] if any(status.attempts > 1 for status in statuses) else ["attempts"]
+    shown = [key for key in (rows[0] if rows else ()) if any(row[key] for row in rows) and key not in omitted]
+    align = "".join("<" if key in LEFT else ">" for key in shown)
+    table = format_table([[row[key] for key in shown] for row in rows], header=shown, align=align)
+    return f"{table}\n\n{sweep.folder}: {format_summary(statuses)}; {_describe_workers(sweep)}"
 
 
 def _describe_workers(sweep: Sweep) -> str:
@@ -81,20 +78,20 @@ def format_summary(statuses: list[Status]) -> str:
     return f"{len(statuses)} trials: {', '.join(parts)}" if parts else "no trials yet"
 
 
-def format_status(status: Status) -> list[str]:
-    """Return the cells of COLUMNS."""
+def format_status(status: Status) -> dict[str, str]:
+    """Return the cells of a row by column."""
     speed = status.tokens_per_second if status.state == State.RUNNING else None
-    return [
-        status.trial.name,
-        status.state,
-        f"{status.step}/{status.trial.config.trainer.max_steps}",
-        _format_number(status.loss, ".3f"),
-        _format_number(speed, ",.0f"),
-        "" if status.seconds_left is None else format_duration(status.seconds_left),
-        _format_number(status.objective, ".4f"),
-        str(status.attempts or ""),
-        status.cause,
-    ]
+    return {
+        "trial": status.trial.name,
+        "state": status.state,
+        "step": f"{status.step}/{status.trial.config.trainer.max_steps}",
+        "loss": _format_number(status.loss, ".3f"),
+        "tokens/s": _format_number(speed, ",.0f"),
+        "left": "" if status.seconds_left is None else format_duration(status.seconds_left),
+        "objective": _format_number(status.objective, ".4f"),
+        "attempts": str(status.attempts or ""),
+        "cause": status.cause,
+    }
 
 
 def _format_number(value: float | None, form: str) -> str:

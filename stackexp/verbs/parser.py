@@ -84,7 +84,9 @@ class Parser(argparse.ArgumentParser):
 
     def add_sweep(self) -> None:
         """Add `SWEEP`, a sweep's name, file or folder, and accept overrides."""
-        action = self.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
+        action = self.add_argument(
+            "sweep", metavar="SWEEP", help="a shipped name, a YAML file, or a sweep's folder in runs/"
+        )
         action.completer = list_sweeps  # type: ignore[attr-defined]
         self.accepts_overrides = True
 

@@ -12,9 +12,9 @@ from stackexp.verbs.parser import Parser, Verb, at_least
 class Run(Verb):
     """Run the missing trials of a sweep: start new ones, resume stopped ones, retry failed ones.
 
-    SWEEP is a shipped name (the files in sweeps/), a YAML file, or a sweep's folder in runs/. The overrides apply to
-    the base config of every trial. The run folders are the only record: the same command runs the remaining trials, and
-    any number of workers may run at once. With --launcher slurm, the workers are submitted as an array job.
+    The overrides apply to the base config of every trial. The run folders are the only record: the same command runs
+    the remaining trials, and any number of workers may run at once. With --launcher slurm, the workers are submitted as
+    an array job.
     """
 
     examples = ("sweep run quick_grid", "sweep run stack_grid --dry-run", "sweep run mine.yaml --max-parallel 4 seed=1")
@@ -58,10 +58,7 @@ class Run(Verb):
 
 
 class Status(Verb):
-    """Show the state of each trial of a sweep, and why trials failed.
-
-    SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/.
-    """
+    """Show the state of each trial of a sweep, and why trials failed."""
 
     examples = ("sweep status quick_grid", "sweep status runs/quick_grid")
 
@@ -85,10 +82,7 @@ class Status(Verb):
 
 
 class Stop(Verb):
-    """Stop a sweep: its running trials save a checkpoint and exit.
-
-    SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/. `sweep run` resumes the trials.
-    """
+    """Stop a sweep: its running trials save a checkpoint and exit; `sweep run` resumes them."""
 
     examples = ("sweep stop quick_grid",)
 
@@ -110,10 +104,7 @@ class Stop(Verb):
 
 
 class Results(Verb):
-    """Compare the finished trials of a sweep by its objective, the best first.
-
-    SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/.
-    """
+    """Compare the finished trials of a sweep by its objective, the best first."""
 
     examples = ("sweep results stack_grid --figures figures/", "sweep results quick_grid --markdown")
 
