@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from stackexp.config import registry
 from stackexp.config.compose import compose
-from stackexp.config.optimizer import AdamWConfig, CosineConfig, LinearConfig, MuonConfig, WarmupStableDecayConfig
+from stackexp.config.experiment import AdamWConfig, CosineConfig, LinearConfig, MuonConfig, WarmupStableDecayConfig
 from stackexp.errors import RunError
 from stackexp.models.memories.base import Memory
 from stackexp.modules.optimizers import build_adamw, build_cosine, build_linear, build_muon, build_warmup_stable_decay

@@ -6,6 +6,7 @@ import torch
 from config_files import BASE, compose_error
 from torch.nn import functional as F
 
+from stackexp.config.experiment import AdamWConfig, MuonConfig
 from stackexp.config.memory import (
     AttentionResidualConfig,
     DenseFormerConfig,
@@ -18,7 +19,6 @@ from stackexp.config.memory import (
     ValueSkipConfig,
 )
 from stackexp.config.model import TransformerConfig
-from stackexp.config.optimizer import AdamWConfig, MuonConfig
 from stackexp.models.transformer import Transformer
 from stackexp.modules.optimizers import build_adamw, build_muon
 

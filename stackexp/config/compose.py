@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stackexp.config import data, memory, model, optimizer  # noqa: F401
+from stackexp.config import data, memory, model  # noqa: F401
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.fields import (
     config_error,

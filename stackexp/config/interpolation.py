@@ -45,7 +45,6 @@ def _iterate_slots(node: DictConfig | ListConfig, path: str = "") -> Iterator[tu
 
 
 def _find_names(text: str) -> list[str]:
-    """Return the keys that a text interpolates."""
     return re.findall(r"\$\{([\w.]+)\}", text)
 
 
@@ -85,15 +84,14 @@ def list_keys(node: DictConfig) -> list[str]:
 
 def _describe_failure(text: str, error: Exception, root: DictConfig, origins: Origins) -> str:
     """Return why the interpolation `text` has no value, with the origin of another key that is the cause."""
-    slots = {key: (node, name) for key, node, name in _iterate_slots(root)}
-    for key in _find_names(text):
-        node, name = slots.get(key, (root, ""))
-        if key in slots and OmegaConf.is_interpolation(node, name) and "ecursive" not in str(error):
-            cause = node._get_node(name)._value()
-            where = f"{origins[key]}: " if origins.get(key) else ""
-            return f"{text} requires {key}: {where}{_describe_failure(cause, error, root, {})}"
-    if isinstance(error, RecursionError) or "ecursive" in str(error):
+    slots = ((key, node, name) for key, node, name in _iterate_slots(root) if OmegaConf.is_interpolation(node, name))
+    texts = {key: node._get_node(name)._value() for key, node, name in slots}
+    if isinstance(error, RecursionError) or _is_circular(text, texts):
         return f"circular interpolation {text}"
+    for key in _find_names(text):
+        if key in texts:
+            where = f"{origins[key]}: " if origins.get(key) else ""
+            return f"{text} requires {key}: {where}{_describe_failure(texts[key], error, root, {})}"
     if isinstance(error, InterpolationKeyError):
         known = list_keys(root)
         unknown = [name for name in _find_names(text) if name not in known]
@@ -101,6 +99,12 @@ def _describe_failure(text: str, error: Exception, root: DictConfig, origins: Or
     if isinstance(error, InterpolationValidationError):
         return f"the interpolation {text} has the wrong type: {describe_error(error).split(': ', 1)[-1]}"
     return f"cannot resolve the interpolation {text}: {describe_error(error)}"
+
+
+def _is_circular(text: str, texts: dict[str, str], seen: tuple[str, ...] = ()) -> bool:
+    return any(
+        key in seen or (key in texts and _is_circular(texts[key], texts, (*seen, key))) for key in _find_names(text)
+    )
 
 
 def describe_error(error: Exception) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stackexp.config.optimizer import (
+from stackexp.config.experiment import (
     AdamWConfig,
     CosineConfig,
     LinearConfig,

@@ -175,7 +175,7 @@ def compile_kernel(function: Callable) -> CFunc:
     try:
         return cfunc(signature, cache=True, **OPTIONS)(function)
     except RuntimeError as error:
-        if "no locator available" not in str(error):
+        if "no locator available" not in str(error):  # numba has no exception type for this
             raise
         return cfunc(signature, **OPTIONS)(function)
 
