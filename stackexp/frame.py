@@ -321,22 +321,17 @@ def read_validations(folder: RunFolder) -> list[dict[str, Any]]:
     records = []
     for path in folder.path.glob("validate*.json"):
         record = read_json(path)
-        if not _is_validation(record):
+        try:
+            record = {"overrides": [], "sets": {}, "time": ""} | record
+            check_scores({"sets": record["sets"]})
+            is_valid = all(
+                isinstance(text, str) for text in (record["checkpoint"], record["time"], *record["overrides"])
+            )
+        except (AttributeError, KeyError, TypeError, ValueError):
+            is_valid = False
+        if not is_valid:
             raise RunError(f"{path}: not a file of `validate`; move it elsewhere")
-        record = {"overrides": [], "sets": {}, "time": ""} | record
         *parents, step = Path(record["checkpoint"]).parts  # .../RUN/checkpoints/STEP; in a copy of the run, only STEP
         if step.isdecimal() and parents[-2:] in ([], [folder.path.resolve().name, folder.checkpoints.name]):
             records.append(record | {"file": path.name})
     return sorted(records, key=lambda record: (record["time"], record["file"]))
-
-
-def _is_validation(record: Any) -> bool:
-    types = {"checkpoint": str, "time": str, "overrides": list}
-    if not isinstance(record, dict) or not all(
-        isinstance(record.get(key, kind()), kind) for key, kind in types.items()
-    ):
-        return False
-    with contextlib.suppress(ValueError):
-        check_scores({"sets": record.get("sets", {})})
-        return "checkpoint" in record and all(isinstance(text, str) for text in record.get("overrides", []))
-    return False

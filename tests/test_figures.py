@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from formal_runs import ALL_LENGTHS, MODELS, finish, write_run
 
-from stackexp.reports.figures import abbreviate_thousands, new_figure, save_figure
 from stackexp.reports.formal import draw_bars, draw_curves
 from stackexp.reports.formal_runs import collect_results
+from stackexp.reports.report import abbreviate_thousands, new_figure, save_figure
 
 
 def test_thousands_are_abbreviated():

@@ -10,7 +10,7 @@ from language_runs import finish, write_run
 from stackexp import cli
 from stackexp.errors import RunError
 from stackexp.reports.dynamics import Curve, build_dynamics, find_crossings
-from stackexp.reports.figures import smooth_losses
+from stackexp.reports.report import smooth_losses
 from stackexp.tables import ABSENT
 
 STEPS = np.arange(1, 101)

@@ -14,8 +14,7 @@ from stackexp.files import append_json_line
 from stackexp.frame import list_rows, load_runs, name_runs, read_run
 from stackexp.reports.arms import check_same_data
 from stackexp.reports.compare import build_comparison, draw_losses
-from stackexp.reports.figures import save_figure
-from stackexp.reports.report import format_report
+from stackexp.reports.report import format_report, save_figure
 from stackexp.runs import RunFolder
 from stackexp.tables import RULE, format_table
 

@@ -16,8 +16,7 @@ from stackexp.inspection.inspect import InspectionInput, open_run_data, open_set
 from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.stack_recording import ACTIONS, find_stacks
 from stackexp.reports.arms import load_arms, select_finished
-from stackexp.reports.figures import new_figure
-from stackexp.reports.report import MARKERS, PALETTE, Report, Table
+from stackexp.reports.report import MARKERS, PALETTE, Report, Table, new_figure
 
 PARTS = ("first", "middle", "last")
 LEGEND = (

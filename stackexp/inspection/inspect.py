@@ -27,7 +27,7 @@ from stackexp.inspection.interventions import TokenBatch, check_heads, format_ch
 from stackexp.models.checkpoints import load_state
 from stackexp.models.memories.stack import compute_action_spread
 from stackexp.models.stack_recording import ACTIONS, Recording, find_recorded, record_stacks
-from stackexp.reports.figures import new_figure, save_figure
+from stackexp.reports.report import new_figure, save_figure
 from stackexp.tables import format_table
 from stackexp.tasks import TASKS
 from stackexp.training.loggers import write_image

@@ -35,8 +35,7 @@ from stackexp.reports.arms import (
     select_finished,
 )
 from stackexp.reports.compare import format_loss
-from stackexp.reports.figures import new_figure
-from stackexp.reports.report import PALETTE, Report, Table
+from stackexp.reports.report import PALETTE, Report, Table, new_figure
 from stackexp.tables import ABSENT
 
 PAPER = {

@@ -19,8 +19,7 @@ from stackexp.evaluation.benchmarks.results import (
 )
 from stackexp.frame import find_runs, name_runs
 from stackexp.metric_tags import DOWNSTREAM
-from stackexp.reports.figures import abbreviate_thousands, new_figure
-from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
+from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table, abbreviate_thousands, new_figure
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 
@@ -40,26 +39,15 @@ BENCHMARK_TASKS = {
 }
 """Our tasks for each of the paper's benchmarks. ARC is the mean of its two tasks."""
 TASK_NAMES = tuple(name for names in BENCHMARK_TASKS.values() for name in names)
-
-
-@dataclass(frozen=True)
-class PaperModel:
-    """A model of the table: parameters in billions, training tokens in trillions, accuracies in percent."""
-
-    parameters: float
-    tokens: float
-    accuracies: tuple[float, ...]  # in the order of BENCHMARK_TASKS
-    average: float
-
-
 PAPER_MODELS = {
-    "StackTrans": PaperModel(0.36, 1, (59.5, 59.0, 71.7, 36.5, 37.1, 11.2, 52.8, 37.5, 33.6), 44.3),
-    "SmolLM": PaperModel(0.36, 0.6, (51.8, 50.1, 71.6, 34.4, 35.3, 9.1, 52.8, 37.2, 1.6), 38.2),
-    "SmolLM2": PaperModel(0.36, 4, (54.5, 53.0, 71.7, 35.8, 38.0, 16.9, 52.5, 37.4, 3.2), 40.3),
-    "Qwen2.5": PaperModel(0.5, 18, (51.2, 45.4, 69.9, 33.7, 31.6, 4.3, 54.1, 37.4, 33.4), 40.1),
-    "OLMo": PaperModel(1.1, 2, (60.7, 44.0, 75.2, 31.9, 40.3, 2.8, 53.2, 38.0, 1.8), 38.7),
-    "TinyLLaMA": PaperModel(1.1, 3, (55.2, 43.4, 72.9, 32.2, 37.0, 9.8, 55.7, 33.2, 1.7), 37.9),
+    "StackTrans": (1, 44.3, (59.5, 59.0, 71.7, 36.5, 37.1, 11.2, 52.8, 37.5, 33.6)),
+    "SmolLM": (0.6, 38.2, (51.8, 50.1, 71.6, 34.4, 35.3, 9.1, 52.8, 37.2, 1.6)),
+    "SmolLM2": (4, 40.3, (54.5, 53.0, 71.7, 35.8, 38.0, 16.9, 52.5, 37.4, 3.2)),
+    "Qwen2.5": (18, 40.1, (51.2, 45.4, 69.9, 33.7, 31.6, 4.3, 54.1, 37.4, 33.4)),
+    "OLMo": (2, 38.7, (60.7, 44.0, 75.2, 31.9, 40.3, 2.8, 53.2, 38.0, 1.8)),
+    "TinyLLaMA": (3, 37.9, (55.2, 43.4, 72.9, 32.2, 37.0, 9.8, 55.7, 33.2, 1.7)),
 }
+"""Model -> its training tokens in trillions, its average accuracy and its accuracies in percent, by benchmark."""
 NOTE = (
     "†: from Table 2 of arXiv 2507.15343v2, scored with lighteval; no standard errors are given. ARC is the mean of "
     "ARC easy and challenge, as in the evaluations of the paper's baselines; the paper does not specify it."
@@ -202,11 +190,12 @@ def build_paper_table(models: Mapping[str, Mapping[str, TaskScores]]) -> Table:
     def build_row(label: str, read: Callable[[Mapping[str, TaskScores]], Score], paper: Sequence[float]) -> list[str]:
         return [label, *(_format_percent(read(tasks)) for tasks in models.values()), *(f"{x:.1f}" for x in paper)]
 
+    printed = zip(*(accuracies for *_, accuracies in PAPER_MODELS.values()), strict=True)
     rows = [
-        build_row(name, partial(score_benchmark, benchmark=name), [m.accuracies[i] for m in PAPER_MODELS.values()])
-        for i, name in enumerate(BENCHMARK_TASKS)
+        build_row(name, partial(score_benchmark, benchmark=name), paper)
+        for name, paper in zip(BENCHMARK_TASKS, printed, strict=True)
     ]
-    rows.append(build_row("average", average_benchmarks, [model.average for model in PAPER_MODELS.values()]))
+    rows.append(build_row("average", average_benchmarks, [average for _, average, _ in PAPER_MODELS.values()]))
     header = ["benchmark", *models, *(f"{name}†" for name in PAPER_MODELS)]
     return Table("The paper's benchmarks: accuracy in percent", header, rows)
 
@@ -262,9 +251,9 @@ def draw_benchmarks(columns: list[Column]) -> Any:
         if guess and score == "accuracy":
             axes.axhline(guess[0], color="gray", linestyle=":", label="random guess")
         if score == "accuracy" and set(names) == set(TASK_NAMES):
-            for (name, model), marker in zip(PAPER_MODELS.items(), MARKERS, strict=False):
-                label, point = f"paper: {name}", (model.tokens * 1e12, model.average / 100)
-                axes.plot(*point, marker, color="black", fillstyle="none", linestyle="none", label=label)
+            for (name, (tokens, average, _)), marker in zip(PAPER_MODELS.items(), MARKERS, strict=False):
+                style = {"color": "black", "fillstyle": "none", "linestyle": "none", "label": f"paper: {name}"}
+                axes.plot(tokens * 1e12, average / 100, marker, **style)
             axes.set_xscale("log")  # up to 18 trillion tokens
         axes.set(xlabel="Tokens", ylabel=f"{title.partition(' of ')[0]}, average")
         abbreviate_thousands(axes.xaxis)

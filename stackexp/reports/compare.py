@@ -12,8 +12,7 @@ from stackexp.errors import RunError
 from stackexp.frame import Row, get_scores, list_rows, load_runs, name_runs
 from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
 from stackexp.reports.arms import check_same_data, group_bigrams
-from stackexp.reports.figures import abbreviate_thousands, new_figure, smooth_losses
-from stackexp.reports.report import Report, Table
+from stackexp.reports.report import Report, Table, abbreviate_thousands, new_figure, smooth_losses
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT, format_table
 

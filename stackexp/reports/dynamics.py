@@ -23,8 +23,7 @@ from stackexp.reports.arms import (
     rank_arm,
 )
 from stackexp.reports.compare import read_curve
-from stackexp.reports.figures import abbreviate_thousands, new_figure, smooth_losses
-from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table
+from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table, abbreviate_thousands, new_figure, smooth_losses
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.errors import RunError
-from stackexp.reports.figures import new_figure
-from stackexp.reports.report import PALETTE, Report, Table
+from stackexp.reports.report import PALETTE, Report, Table, new_figure
 from stackexp.tables import ABSENT
 
 PAPER = {"stacktrans": (1.16, 1.09, 1.12), "single_head": (1.03, 1.04, 1.00), "full_dim": (3.78, 3.30, 1.73)}

@@ -15,7 +15,6 @@ from stackexp.config.affects import FlatConfig, flatten_config
 from stackexp.config.compose import compose
 from stackexp.errors import ConfigError
 from stackexp.evaluation.accuracy import Lengths
-from stackexp.reports.figures import new_figure, save_figure
 from stackexp.reports.formal_runs import (
     CLASSES,
     COLUMNS,
@@ -27,7 +26,7 @@ from stackexp.reports.formal_runs import (
     collect_results,
     select_recipe,
 )
-from stackexp.reports.report import Report, Table
+from stackexp.reports.report import Report, Table, new_figure, save_figure
 from stackexp.sweeps.grid import format_value
 from stackexp.tables import ABSENT
 from stackexp.tasks import TASKS

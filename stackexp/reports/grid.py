@@ -16,8 +16,7 @@ from stackexp.config.model import SYMBOLS
 from stackexp.errors import RunError
 from stackexp.frame import read_run
 from stackexp.reports.arms import group_bigrams
-from stackexp.reports.figures import new_figure, save_figure
-from stackexp.reports.report import Report, Table
+from stackexp.reports.report import Report, Table, new_figure, save_figure
 from stackexp.sweeps.grid import Values, format_value, shorten_keys
 from stackexp.sweeps.sweep import COPY, Sweep, load_last_run
 from stackexp.sweeps.trials import Trial, read_objective

@@ -14,10 +14,9 @@ from stackexp.reports.ablation import build_ablation
 from stackexp.reports.benchmarks import build_benchmarks
 from stackexp.reports.dynamics import build_dynamics
 from stackexp.reports.efficiency import build_efficiency, read_record
-from stackexp.reports.figures import save_figure
 from stackexp.reports.formal import build_formal
 from stackexp.reports.grid import build_grid, find_sweeps
-from stackexp.reports.report import Report, Table
+from stackexp.reports.report import Report, Table, save_figure
 from stackexp.reports.scaling import build_scaling
 
 MAX_NOTES = 6

@@ -33,8 +33,7 @@ from stackexp.reports.arms import (
     select_finished,
 )
 from stackexp.reports.arms import SIZES as MODEL_SIZES
-from stackexp.reports.figures import new_figure
-from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
+from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table, new_figure
 from stackexp.sweeps.grid import format_value, shorten_keys
 from stackexp.tables import ABSENT
 

@@ -57,8 +57,7 @@ class ReportVerb(Verb):
     def run(self, args: Namespace) -> int:
         args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
         args.parser.check_output("--csv", args.csv, [".csv"])
-        from stackexp.reports.figures import save_figure
-        from stackexp.reports.report import format_csv, format_report
+        from stackexp.reports.report import format_csv, format_report, save_figure
 
         module, _, function = self.builder.partition(":")
         build = getattr(importlib.import_module(f"stackexp.{module}"), function)

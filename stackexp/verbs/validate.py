@@ -117,7 +117,7 @@ def _check_arguments(args: Namespace) -> None:
 def _score_by_position(request: Any) -> None:
     """Score and draw the loss at each position."""
     from stackexp.evaluation.by_position import get_output, score_by_position
-    from stackexp.reports.figures import draw_by_position, save_figure
+    from stackexp.reports.report import draw_by_position, save_figure
 
     context, scored = score_by_position(request)
     figure = get_output(request).with_suffix(".png")
