@@ -165,7 +165,12 @@ def test_chunked_loss_gives_the_same_model_gradients(kind):
 def test_config_selects_the_loss_in_training_and_evaluation(kind, monkeypatch):
     options = ["model.hidden_size=6", "model.num_layers=1", "model.num_heads=1", "model.num_kv_heads=1"]
     options += [f"model.vocab_size={V}", "data.kind=shards", "data.path=none", f"data.vocab_size={V}"]
-    options += [f"trainer.cross_entropy={kind}", "trainer.cross_entropy_chunk=7", "trainer.z_loss=0.1"]
+    options += [
+        f"trainer.cross_entropy={kind}",
+        "trainer.cross_entropy_chunk=7",
+        "trainer.z_loss=0.1",
+        "model.memory.entropy_weight=0.5",
+    ]
     torch.manual_seed(0)
     lm = LanguageModeling(compose(["quickstart"], [*options, f"data.context_length={T}", "optimizer.lr=0.01"]))
     batch = {"tokens": make_tokens(), "index": torch.arange(B)}

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
@@ -23,22 +22,6 @@ def build(*overrides: str) -> LanguageModeling:
 def batch():
     tokens = torch.randint(50, (3, 8), generator=torch.Generator().manual_seed(1))
     return {"tokens": tokens, "index": torch.tensor([4, 5, 6])}
-
-
-def test_the_objective_is_the_sum_of_its_terms(batch):
-    lm = build("model.memory.entropy_weight=0.5", "trainer.z_loss=0.25")
-    loss = lm.training_step(batch, 0)
-    output = lm.model(batch["tokens"])
-    cross_entropy = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["tokens"][:, 1:].flatten())
-    z_loss = output.logits[:, :-1].logsumexp(-1).square().mean()
-    assert loss.item() == pytest.approx((cross_entropy + 0.5 * output.entropy + 0.25 * z_loss).item(), rel=1e-5)
-    metrics = lm.step_metrics.drain()
-    assert metrics["train/loss"] == pytest.approx(cross_entropy.item(), rel=1e-5), (
-        "the logged loss is the cross entropy alone"
-    )
-    assert 0 < metrics["train/action_entropy"] <= math.log(3) + 1e-6
-    lm = build("model.memory=null")
-    assert lm.training_step(batch, 0).item() == lm.step_metrics.drain()["train/loss"]
 
 
 def test_gradients_are_clipped_by_the_global_norm(batch):

@@ -14,7 +14,7 @@ SMALL = ["model.hidden_size=64", "model.num_layers=3", "model.intermediate_size=
 
 
 @pytest.mark.parametrize(
-    ("by", "vary"), [("parameters", "hidden_size"), ("flops", "num_layers"), ("memory", "intermediate_size")]
+    ("by", "vary"), [("parameters", "hidden_size"), ("flops", "intermediate_size"), ("memory", "num_layers")]
 )
 def test_no_neighbor_is_closer(by, vary):
     plain, to = [*SMALL, "model.memory=null"], compose(["quickstart"], SMALL)
