@@ -34,12 +34,14 @@ NORMALIZED = (
     "model.memory.action_input=hidden",
     "model.memory.action_scale=slice",
 )
+LLAMA3 = ("model.rope_scaling=llama3", "model.rope_original_context=16", "model.rope_theta=100", "model.rope_factor=4")
 VARIANTS = {
     "llama": ("model.memory=null",),
     "untied-mup": (
         *("model.memory=null", "model.tie_embeddings=false", "model.mup_base_size=8"),
         *("model.embedding_std=0.5", "model.rope_theta=500"),
     ),
+    "llama3-rope": ("model.memory=null", *LLAMA3),
     "depth": (),
     "queue": ("model.memory.discipline=queue", "model.memory.read_mask=log", "model.tie_embeddings=false"),
     "push-only": ("model.memory.discipline=push_only", "model.memory.residual_gate=read"),
@@ -48,7 +50,11 @@ VARIANTS = {
     "normalized": (*NORMALIZED, "model.memory.action_sharpness=3"),
     "each-sublayer": ("model.memory.site=each_sublayer", "model.memory.eval_num_slots=6"),
     "before-attention": ("model.memory.site=before_attention",),
-    "after-attention": ("model.memory.site=after_attention", "model.memory.axis=token_major"),
+    "after-attention": (
+        "model.memory.site=after_attention",
+        "model.memory.axis=token_major",
+        "model.rope_scaling=linear",
+    ),
     "time": ("model.memory.axis=time", "model.memory.read_mask=log"),
     "time-queue": ("model.memory.axis=time", "model.memory.discipline=queue", "model.memory.site=before_attention"),
     "token-major": ("model.memory.axis=token_major", "model.memory.site=each_sublayer"),

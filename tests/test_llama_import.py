@@ -50,11 +50,15 @@ def get_error(capsys, folder: Path, *options: str) -> str:
     return line
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 24}  # of the frequencies, 1 is kept, 1 is interpolated and 2 are divided
 CASES = {
     "grouped queries, untied": {"num_key_value_heads": 2, "tie_word_embeddings": False},
     "tied, another theta": {"tie_word_embeddings": True, "rope_theta": 123.0, "rms_norm_eps": 1e-3},
     "sharded": {"shard": "20KB", "num_key_value_heads": 1},
     "bfloat16": {"dtype": torch.bfloat16},
+    "Llama 3.1": {"rope_scaling": LLAMA3, "num_key_value_heads": 2, "rope_theta": 1000.0},
+    "linear scaling": {"rope_scaling": {"type": "linear", "factor": 2.5}, "rope_theta": 1000.0},
     "Qwen2.5": {"family": "Qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
 }
 
@@ -120,8 +124,9 @@ def test_a_config_is_compared_with_the_folder(tmp_path, capsys):
         ({"model_type": "mistral"}, "model_type is mistral"),
         ({"model_type": ["llama"]}, "model_type is ['llama']"),
         ({"rope_scaling": "linear"}, "rope_scaling is linear, not an object"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling is llama3"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is linear"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no original_max_position_embeddings"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_factor: expected a number >= 1"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling is dynamic"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters is yarn"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"rope_interleaved": True}, "rope_interleaved is True"),
@@ -130,6 +135,19 @@ def test_a_config_is_compared_with_the_folder(tmp_path, capsys):
         ({"head_dim": 16}, "head_dim is 16"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),
         ({"hidden_size": "wide"}, "hidden_size: expected an integer"),
+        ({"hidden_size": 10**400}, "hidden_size: expected a number"),
+        ({"vocab_size": -310}, "vocab_size"),
+        ({"vocab_size": 10**400}, "vocab_size"),
+        ({"num_attention_heads": 0}, "num_heads"),
+        ({"num_attention_heads": [4]}, "num_heads"),
+        ({"num_key_value_heads": -2}, "num_kv_heads"),
+        ({"rms_norm_eps": 10**400}, "norm_eps"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_theta": "x"}, "rope_theta"),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 10**400}}, "rope_original_context"),
+        ({"rope_scaling": {"rope_type": ["llama3"]}}, "rope_scaling"),
+        ({"tie_word_embeddings": "maybe"}, "tie_embeddings"),
+        ({"head_dim": 10**400}, "head_dim"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is absent, but [32] in the model"),
         ({"num_hidden_layers": 1}, "layers.1.input_layernorm.weight is [32], but absent in the model"),
         ({"tie_word_embeddings": True}, "lm_head.weight is [310, 32], but absent in the model"),
@@ -151,8 +169,9 @@ def test_missing_and_damaged_files_are_reported_in_one_line(tmp_path, capsys):
     shards = sorted(folder.glob("*.safetensors"))
     shards[0].unlink()
     assert f"{shards[0].name}: model.safetensors.index.json names this file" in get_error(capsys, folder)
-    (folder / "model.safetensors.index.json").write_text("[]")
-    assert "model.safetensors.index.json: has no weight_map" in get_error(capsys, folder)
+    for text in ("[]", '{"weight_map": {"norm.weight": 5}}', '{"weight_map": {"norm.weight": ["a"], "b": "c"}}'):
+        (folder / "model.safetensors.index.json").write_text(text)
+        assert "model.safetensors.index.json: has no weight_map" in get_error(capsys, folder)
     (folder / "model.safetensors.index.json").unlink()
     assert "no model.safetensors or" in get_error(capsys, folder)
     weights = folder / "model.safetensors"

@@ -22,7 +22,7 @@ class TransformerConfig:
     """
 
     kind: str = "transformer"
-    vocab_size: int = "${data.vocab_size}"  # type: ignore[assignment]
+    vocab_size: int = option("${data.vocab_size}", min=1)
     """Number of input token ids."""
     output_vocab_size: Optional[int] = option(None, min=1)
     """Number of output token ids; null takes vocab_size."""
@@ -47,6 +47,17 @@ class TransformerConfig:
     """Positional encoding."""
     rope_theta: float = option(1e5, above=0)
     """Base of the rotary frequencies."""
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    """How to slow the rotary frequencies for longer contexts: linear divides all by rope_factor (Chen et al. 2023),
+    llama3 only those with few turns in rope_original_context (Llama 3.1)."""
+    rope_factor: float = option(8.0, min=1)
+    """Divisor of rope_scaling."""
+    rope_original_context: int = option(8192, min=1)
+    """Tokens of a sequence before the extension, for rope_scaling: llama3."""
+    rope_low_freq_factor: float = option(1.0, above=0)
+    """Frequencies with fewer turns in rope_original_context are divided by rope_factor, for rope_scaling: llama3."""
+    rope_high_freq_factor: float = option(4.0, above=0)
+    """Frequencies with more turns are kept, for rope_scaling: llama3; in between, the divisor is interpolated."""
     causal: bool = True
     """Attend to earlier tokens only."""
     attention_window: Optional[int] = option(None, min=1)
@@ -95,6 +106,10 @@ class TransformerConfig:
         elif self.positional == "rope" and (self.hidden_size // self.num_heads) % 2:
             head_size = self.hidden_size // self.num_heads
             yield "num_heads", f"RoPE requires an even head size, but hidden_size / num_heads = {head_size}"
+        if self.rope_scaling != "none" and self.positional != "rope":
+            yield "rope_scaling", f"requires positional: rope, found {self.positional}"
+        if self.rope_scaling == "llama3" and self.rope_low_freq_factor >= self.rope_high_freq_factor:
+            yield "rope_low_freq_factor", f"must be less than rope_high_freq_factor {self.rope_high_freq_factor}"
         if self.mup_base_size is not None and (self.init != "fan_in" or self.embedding_std is None):
             yield "mup_base_size", "requires init: fan_in and a value of embedding_std, the same for all widths"
         if self.num_heads % self.num_kv_heads:
@@ -116,7 +131,7 @@ class RecurrentConfig:
     """Options of all recurrent models: an embedding, `num_layers` layers of `hidden_size`, an output projection."""
 
     kind: str = ""
-    vocab_size: int = "${data.vocab_size}"  # type: ignore[assignment]
+    vocab_size: int = option("${data.vocab_size}", min=1)
     """Number of input token ids."""
     output_vocab_size: Optional[int] = option(None, min=1)
     """Number of output token ids; null takes vocab_size."""

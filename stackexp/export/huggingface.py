@@ -27,7 +27,7 @@ from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.evaluation.scores import format_scores
 from stackexp.files import create_folder_atomically, read_json, write_json
 from stackexp.models.checkpoints import EMA, split_path
-from stackexp.models.llama_import import to_llama_name
+from stackexp.models.llama_import import ROPE_KEYS, to_llama_name
 
 MODELING_FILE = Path(__file__).with_name("modeling_stacktrans.py")
 MAX_SHARD_SIZE = "5GB"
@@ -96,6 +96,8 @@ def check_support(config: ExperimentConfig) -> None:
 def build_hf_config(config: ExperimentConfig, end_of_text: int, dtype: str) -> dict[str, Any]:
     """Return the contents of config.json for transformers 4.57 and 5."""
     model, memory = config.model, config.model.memory
+    kind = "default" if model.rope_scaling == "none" else model.rope_scaling
+    rope = {"rope_type": kind} | {theirs: getattr(model, ours) for ours, theirs in ROPE_KEYS.get(kind, {}).items()}
     contents: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     if memory is not None:
         names = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
@@ -117,7 +119,8 @@ def build_hf_config(config: ExperimentConfig, end_of_text: int, dtype: str) -> d
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
         "rope_theta": model.rope_theta,  # transformers 4
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},  # transformers 5
+        "rope_scaling": None if kind == "default" else rope,
+        "rope_parameters": rope | {"rope_theta": model.rope_theta},  # transformers 5
         "attention_bias": False,
         "mlp_bias": False,
         "dtype": dtype,

@@ -33,12 +33,30 @@ if TYPE_CHECKING:
 SINUSOIDAL_BASE = 10_000.0
 
 
-def build_rope_table(config: TransformerConfig, start: int, length: int, like: Tensor) -> Tensor:
-    """Return cosines and sines for positions start .. start+length-1: [2, length, head size / 2], at least float32."""
+def compute_rope_frequencies(config: TransformerConfig, like: Tensor) -> Tensor:
+    """Return the angle per token of each pair of elements, in radians: [head size / 2], at least float32.
+
+    With `rope_scaling`, slow frequencies are divided by `rope_factor`. For llama3, those with at most
+    `rope_low_freq_factor` turns in the original context are slow, and those with `rope_high_freq_factor` are kept.
+    """
     dtype = torch.promote_types(like.dtype, torch.float32)
     head_size = config.hidden_size // config.num_heads
     frequencies = config.rope_theta ** (-torch.arange(0, head_size, 2, device=like.device, dtype=dtype) / head_size)
-    angles = torch.arange(start, start + length, device=like.device, dtype=dtype).outer(frequencies)
+    if config.rope_scaling == "none":
+        return frequencies
+    if config.rope_scaling == "linear":
+        return frequencies / config.rope_factor
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    turns = config.rope_original_context * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / config.rope_factor
+
+
+def build_rope_table(config: TransformerConfig, start: int, length: int, like: Tensor) -> Tensor:
+    """Return cosines and sines for positions start .. start+length-1: [2, length, head size / 2], at least float32."""
+    frequencies = compute_rope_frequencies(config, like)
+    positions = torch.arange(start, start + length, device=like.device, dtype=frequencies.dtype)
+    angles = positions.outer(frequencies)
     return torch.stack([angles.cos(), angles.sin()])
 
 

@@ -38,6 +38,15 @@ SUPPORTED_VALUES = {  # key in config.json -> its only supported value, which a 
     "use_sliding_window": False,
     "quantization_config": None,
 }
+ROPE_KEYS = {  # rope_type -> ours -> key in rope_scaling
+    "linear": {"rope_factor": "factor"},
+    "llama3": {
+        "rope_factor": "factor",
+        "rope_original_context": "original_max_position_embeddings",
+        "rope_low_freq_factor": "low_freq_factor",
+        "rope_high_freq_factor": "high_freq_factor",
+    },
+}
 NAMES = (  # ours -> Hugging Face's
     (r"^layers\.", "model.layers."),
     (r"^embedding\.", "model.embed_tokens."),
@@ -81,7 +90,13 @@ def read_model_options(folder: Path) -> dict[str, Any]:
         "qkv_bias": MODEL_TYPES[config["model_type"]],
         "positional": "rope",
         "rope_theta": rope.get("rope_theta", 10_000.0),
+        "rope_scaling": "none" if rope["rope_type"] == "default" else rope["rope_type"],
     }
+    if rope["rope_type"] != "default":
+        for ours, theirs in ROPE_KEYS[rope["rope_type"]].items():
+            if theirs not in rope:
+                raise RunError(f"{path}: rope_scaling has no {theirs}; download the file again")
+            options[ours] = rope[theirs]
     model = build_dataclass(TransformerConfig, {key: Leaf(value, str(path)) for key, value in options.items()})
     head_size = model.hidden_size // model.num_heads
     if config.get("head_dim") not in (None, head_size):
@@ -92,21 +107,21 @@ def read_model_options(folder: Path) -> dict[str, Any]:
 
 
 def _read_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the rotary parameters of either style. Raises RunError for scaled frequencies."""
+    """Return the rotary parameters of either style, with `rope_type`. Raises RunError for an unsupported type."""
     rope = {key: config[key] for key in ("rope_theta",) if config.get(key) is not None}
     for key in ("rope_scaling", "rope_parameters"):
         section = config.get(key) or {}
         if not isinstance(section, dict):
             raise RunError(f"{path}: {key} is {section}, not an object; download the file again")
         kind = section.get("rope_type", section.get("type", "default"))
-        if kind != "default":
-            raise _unsupported(path, key, kind, "default")
-        rope |= section
-    return rope
+        if kind not in ("default", *ROPE_KEYS):
+            raise _unsupported(path, key, kind, f"default, {' or '.join(ROPE_KEYS)}")
+        rope |= section | {"rope_type": kind} if section else {}
+    return {"rope_type": "default"} | rope
 
 
 def _unsupported(path: Path, key: str, found: Any, supported: Any) -> RunError:
-    return RunError(f"{path}: {key} is {found}, which is not supported; the only supported value is {supported}")
+    return RunError(f"{path}: {key} is {found}, which is not supported; supported: {supported}")
 
 
 def read_tensors(folder: Path, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -143,9 +158,10 @@ def _map_files(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of all weight files of a folder, mapped from the files."""
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX)
-        if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
-            raise RunError(f"{folder / INDEX}: has no weight_map; download it again")
-        files = sorted(set(index["weight_map"].values()))
+        names = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise RunError(f"{folder / INDEX}: has no weight_map of file names; download it again")
+        files = sorted(set(names.values()))
     elif (folder / WEIGHTS).is_file():
         files = [WEIGHTS]
     else:

@@ -25,7 +25,8 @@ from stackexp.runs import MANIFEST, RunFolder
 
 log = logging.getLogger(__name__)
 OPTIONS_WITHOUT_SHAPE = (
-    *("num_heads", "norm_eps", "positional", "rope_theta", "causal", "tie_embeddings", "attention_window"),
+    *("num_heads", "norm_eps", "positional", "rope_theta", "rope_scaling", "rope_factor", "rope_original_context"),
+    *("rope_low_freq_factor", "rope_high_freq_factor", "causal", "tie_embeddings", "attention_window"),
     *("attention_log_base", "embedding_scale", "mup_base_size", "memory.axis", "memory.site", "memory.discipline"),
     *("memory.num_slots", "memory.read", "memory.read_mask", "memory.residual_gate", "memory.push_norm"),
     *("memory.action_scale", "memory.action_sharpness"),
