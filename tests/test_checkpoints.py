@@ -287,7 +287,7 @@ def test_tensor_file_outside_the_checkpoint_is_refused(saved):
         item.relative_path = "../elsewhere"
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
     write_manifest(saved, 3, None)
-    assert "../elsewhere is outside its folder" in get_error(checkpoints.check_files, saved)
+    assert "../elsewhere is not in its manifest.json" in get_error(checkpoints.check_files, saved)
 
 
 def test_incompatible_checkpoints_are_refused_in_one_line(saved, tmp_path):

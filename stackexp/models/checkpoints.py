@@ -44,7 +44,7 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError, first_line
 from stackexp.files import make_temporary_path, sync_file, sync_folder
 from stackexp.models.layers import copy_full_
-from stackexp.runs import RunFolder, check_step, damaged_error, verify_manifest, write_manifest
+from stackexp.runs import MANIFEST, RunFolder, check_step, damaged_error, verify_manifest, write_manifest
 
 VERSION = 3
 POLL_SECONDS = 1.0
@@ -268,20 +268,14 @@ def check_files(path: Path) -> dict[str, Any]:
 
     Raises DamagedCheckpointError if a file is missing or has changed.
     """
-    verify_manifest(path)
+    names = verify_manifest(path)
     try:
         metadata = Reader(path).read_metadata()
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
         raise damaged_error(path, error) from None
-    sizes: dict[str, int] = {}  # file -> least number of bytes
     for item in metadata.storage_data.values():
-        sizes[item.relative_path] = max(sizes.get(item.relative_path, 0), item.offset + item.length)
-    for name, size in sizes.items():
-        file = path / name
-        if file.parent != path:
-            raise damaged_error(path, f"{name} is outside its folder")
-        if not file.is_file() or file.stat().st_size < size:
-            raise damaged_error(path, f"{name} is missing or truncated")
+        if item.relative_path not in names:
+            raise damaged_error(path, f"{item.relative_path} is not in its {MANIFEST}")
     return metadata.state_dict_metadata
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from stackexp.config.model import LSTMConfig, RecurrentConfig, StackRNNConfig
 from stackexp.models.cross_entropy import Head
 from stackexp.models.layers import full_parameters, run_recomputed
-from stackexp.models.memories.base import Stats
+from stackexp.models.memories.base import Stats, average_actions
 from stackexp.models.transformer import Cache, DecoderOutput
 
 LSTMState = tuple[Tensor, Tensor]  # hidden state and cell state, each [B, 1, d]
@@ -171,7 +171,7 @@ class StackRNNLayer(nn.Module):
             projected = projected.to(dtype).transpose(0, 1)  # [T, B, d]
             h, slots = state or (projected.new_zeros(x[:, 0].shape), projected.new_zeros(len(x), 0, size))
             hidden, actions, slots = StackRNNScan.apply(projected, h, slots, *weights, self.num_slots)
-        stats = dict(zip(("push", "pop", "no_op"), actions.mean((0, 1)), strict=True)) if probe else {}
+        stats = average_actions(actions) if probe else {}
         return hidden.transpose(0, 1).to(x.dtype), (hidden[-1], slots), stats
 
     def count_update_multiply_adds(self, context_length: int) -> float:

@@ -56,16 +56,12 @@ class LanguageModeling(TrainingModule):
 
     def compute_set_scores(self, dataset: EvaluationSet, metric: ChunkLosses) -> Scores:
         """Return loss, perplexity and bits per byte; an interval only if the whole set was scored."""
-        sums, is_whole = metric.compute(), self._scores_whole_sets
+        sums, is_whole = metric.compute(), self.trainer.datamodule.eval_limit is None
         if is_whole:
             self.chunk_losses[dataset.name] = sums[:2]
         if not dataset.has_exact_bytes:
             sums[2] = 0
         return compute_set_scores(sums, dataset.bytes_per_token, with_interval=is_whole)
-
-    @property
-    def _scores_whole_sets(self) -> bool:
-        return self.trainer.datamodule.eval_limit is None
 
     def validation_tags(self) -> Scores:
         """Return the tags of the last validation."""

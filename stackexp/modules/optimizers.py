@@ -77,7 +77,8 @@ def group_parameters(
     base = getattr(options, "mup_base_size", None)
     width_scale = 1.0 if options is None or base is None else base / options.hidden_size
     fans = _find_fans(model, is_required=base is not None)
-    constant = _find_embeddings(model) | _find_named(model, "no_decay")
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    constant = embeddings | _find_named(model, "no_decay")
     in_memories = {p for memory in getattr(model, "memories", ()) for p in memory.parameters()}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for p in parameters:
@@ -106,10 +107,6 @@ def _find_fans(model: nn.Module, is_required: bool) -> dict[Tensor, str]:
     in_memories = {p for memory in getattr(model, "memories", ()) for p in memory.parameters()}
     linears = {m.weight for layer in getattr(model, "layers", ()) for m in layer.modules() if isinstance(m, nn.Linear)}
     return fans | dict.fromkeys(linears - in_memories, "both")
-
-
-def _find_embeddings(model: nn.Module) -> set[nn.Parameter]:
-    return {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
 
 
 def _find_named(model: nn.Module, attribute: str) -> set[nn.Parameter]:

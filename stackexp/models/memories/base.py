@@ -111,6 +111,11 @@ class Memory(nn.Module):
         return 2.0 * sum(parameter.numel() for parameter in self.parameters())
 
 
+def average_actions(action: Tensor) -> Stats:
+    """Return the detached means of push, pop and no-op over all but the last dimension of action [..., 3]."""
+    return dict(zip(("push", "pop", "no_op"), action.detach().flatten(0, -2).mean(0).unbind(), strict=True))
+
+
 class EmbeddingSkip(Memory):
     """A memory that uses the embedding in every layer. Subclasses must start as the plain Transformer."""
 

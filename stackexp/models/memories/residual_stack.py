@@ -10,7 +10,7 @@ from stackexp.config.memory import ResidualStackConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.errors import RunError
 from stackexp.models.layers import widen
-from stackexp.models.memories.base import Memory, Stats
+from stackexp.models.memories.base import Memory, Stats, average_actions
 from stackexp.models.memories.stack import NUM_ACTIONS, compute_action_spread
 
 ACTION_BIAS = (2.0, -2.0, 0.0)  # of push, pop and no-op: initially, the push probability is 0.87
@@ -92,9 +92,8 @@ class ResidualStack(Memory):
         output, slots = self.update(state, x, logits, h - previous)
         stats = {"read_share": compute_read_share(output.read, slots).mean()} if probe else {}
         if probe and output.action is not None:
-            action = output.action.detach()
-            stats |= dict(zip(("push", "pop", "no_op"), action.mean((0, 1)).unbind(), strict=True))
-            stats["action_spread"] = compute_action_spread(action.unsqueeze(-2)).mean()
+            stats |= average_actions(output.action)
+            stats["action_spread"] = compute_action_spread(output.action.detach().unsqueeze(-2)).mean()
         with torch.autocast(h.device.type, enabled=False):  # it would round the residual stream to bfloat16
             return (output.read.to(h.dtype).unsqueeze(-2) @ slots).squeeze(-2), slots, stats
 

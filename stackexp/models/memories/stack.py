@@ -19,7 +19,7 @@ from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.errors import RunError
 from stackexp.models.layers import init_weight_
-from stackexp.models.memories.base import Memory, Stats
+from stackexp.models.memories.base import Memory, Stats, average_actions
 
 NUM_ACTIONS, PUSH = 3, 0  # push, pop, no-op
 CONSTANT = 0.01  # a head whose actions have a smaller standard deviation over the tokens is constant
@@ -208,11 +208,7 @@ def _get_matmul_dtype(h: Tensor) -> torch.dtype:
 @torch.no_grad()
 def _compute_probes(output: stack.StackOutput, read: Tensor, h: Tensor) -> Stats:
     """Return means over tokens and heads: occupancy is the sum of M, read_share |read| / |h|."""
-    push, pop, no_op = output.action.flatten(0, -2).mean(0)
-    return {
-        "push": push,
-        "pop": pop,
-        "no_op": no_op,
+    return average_actions(output.action) | {
         "occupancy": output.occupancy.mean(),
         "read_share": (read.float().norm(dim=-1) / h.float().norm(dim=-1)).mean(),
     }

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from stackexp.config.memory import StackAttentionConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.models.layers import init_weight_, widen
-from stackexp.models.memories.base import Memory, Stats
+from stackexp.models.memories.base import Memory, Stats, average_actions
 
 
 class StackAttentionState(NamedTuple):
@@ -121,6 +121,5 @@ class ComputeTops(torch.autograd.Function):
 @torch.no_grad()
 def _compute_probes(actions: Tensor, read: Tensor, h: Tensor) -> Stats:
     """Return means over tokens; read_share is |read| / |h|."""
-    push, pop, no_op = actions.flatten(0, -2).mean(0)
     read_share = (read.float().norm(dim=-1) / h.float().norm(dim=-1)).mean()
-    return {"push": push, "pop": pop, "no_op": no_op, "read_share": read_share}
+    return average_actions(actions) | {"read_share": read_share}
