@@ -10,6 +10,7 @@ from stackexp.training.trainer import check_model_fits
 PARAMETERS, GIB = 1_805_446, 2**30  # of the quickstart
 
 TWO = ("trainer.devices=2", "data.micro_batch_size=2")
+NODES = ("trainer.devices=2", "trainer.num_nodes=2", "data.micro_batch_size=1")
 
 
 def set_free_memory(monkeypatch, free_bytes: int) -> None:
@@ -23,6 +24,7 @@ def set_free_memory(monkeypatch, free_bytes: int) -> None:
         (["trainer.precision=32-true", "optimizer=muon"], 12),
         (["trainer.precision=32-true", *TWO, "trainer.strategy=ddp"], 32),  # both on this machine
         (["trainer.precision=32-true", *TWO, "trainer.strategy=fsdp"], 16),  # divided, both here
+        (["trainer.precision=32-true", *NODES, "trainer.strategy=hsdp"], 16),  # divided within this node only
     ],
 )
 def test_the_bytes_per_parameter_depend_on_precision_and_strategy(monkeypatch, options, bytes_per_parameter):

@@ -16,6 +16,7 @@ from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.registry import build_class
 from stackexp.errors import RunError, first_line
+from stackexp.planning.memory_use import count_shards
 from stackexp.training.callbacks.downstream import Downstream
 from stackexp.training.callbacks.metrics_log import MetricsLog, Progress
 from stackexp.training.callbacks.profiler import Profiler
@@ -133,9 +134,7 @@ def check_model_fits(config: ExperimentConfig) -> None:
     trainer, device_type = config.trainer, find_device_type(config)
     numbers = 3 if config.optimizer.kind == "muon" else 4
     num_bytes = {"bf16-true": 2, "64-true": 8}.get(trainer.precision, 4)
-    needed = parameters * (numbers * num_bytes + (4 if trainer.ema_decay else 0))
-    if trainer.is_sharded:
-        needed //= trainer.world_size
+    needed = parameters * (numbers * num_bytes + (4 if trainer.ema_decay else 0)) // count_shards(trainer)
     if device_type == "cpu":
         needed *= trainer.devices
     if needed > (free := _read_free_bytes(device_type)):
