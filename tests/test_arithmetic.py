@@ -173,7 +173,7 @@ def test_inspect_accepts_the_symbols_and_the_set_of_arithmetic(tmp_path, capsys)
         assert capsys.readouterr().err == f"error: {message}\n"
     generate = ["generate", *inspect[1:], "--max_new_tokens", "3", "--prompt"]
     assert cli.main([*generate, "37 + 58 ="]) == 2
-    assert capsys.readouterr().err == "error: generate: --prompt: the model has no symbol ' '; use 0-9 + * =\n"
+    assert capsys.readouterr().err == "error: generate: the text: the model has no symbol ' '; use 0-9 + * =\n"
     assert cli.main([*generate, "37+58="]) == 0
     assert cli.main(["validate", "--run", str(run.path), "--score-remainder"]) == 2
     assert "--score-remainder requires a run on text" in capsys.readouterr().err

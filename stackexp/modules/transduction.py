@@ -1,10 +1,10 @@
-"""Training and evaluation on formal languages: the model reads a string, then gives all answer symbols at once."""
+"""Training and evaluation on formal languages and arithmetic: the model reads a string and gives the answer."""
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from stackexp.datamodules.formal_language import LengthSet
@@ -63,10 +63,8 @@ class Transduction(TrainingModule):
 
     def update_set_metric(self, metric: SequenceScores, batch: Batch) -> None:
         """Score one batch of strings of one length."""
-        targets, mask = batch["targets"], batch["mask"]
-        logits = self.model(batch["tokens"]).logits[:, -targets.shape[1] :].float()
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-        metric.update(batch["index"], losses, (logits.argmax(-1) == targets) & mask, mask)
+        losses, is_right = score_answers(self.model, batch)
+        metric.update(batch["index"], losses, is_right & batch["mask"], batch["mask"])
 
     def validation_tags(self) -> dict[str, float]:
         """Return the means over lengths and the accuracy at each length."""
@@ -80,3 +78,49 @@ class Transduction(TrainingModule):
 def average_lengths(sets: dict[str, dict[str, float]]) -> dict[str, float]:
     """Return unweighted means over lengths, of accuracy and of loss."""
     return {key: sum(scores[key] for scores in sets.values()) / len(sets) for key in ("accuracy", "loss")}
+
+
+class Arithmetic(TrainingModule):
+    """Next-token prediction of answers: L = mean cross entropy over answer symbols + lambda x mean action entropy.
+
+    `trainer.z_loss` adds z_loss x mean squared log-partition function.
+
+    Accuracy is the share of answers with every symbol right, each predicted from the right ones before it. That equals
+    the accuracy of greedy generation: a first wrong symbol makes an answer wrong either way.
+
+    A batch has tokens int64 [B, T], targets int64 [B, O] and index int64 [B]; see `datamodules.arithmetic`.
+    """
+
+    sample_name = "problems"
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the objective of a batch of problems."""
+        output = self.model(batch["tokens"], probe=self.probe)
+        logits = output.logits[:, -batch["targets"].shape[1] :]
+        losses = compute_losses(logits, batch["targets"], self.config.trainer.z_loss)
+        loss = self.compute_objective(losses, output, batch["index"])
+        self.step_metrics.add("train/accuracy", (logits.argmax(-1) == batch["targets"]).all(1).float().mean())
+        return loss
+
+    def new_set_metric(self, dataset: Any, loader: DataLoader) -> SequenceScores:
+        """Return an empty metric with one entry per problem."""
+        return SequenceScores(len(dataset.problems))
+
+    def update_set_metric(self, metric: SequenceScores, batch: Batch) -> None:
+        """Score one batch of problems."""
+        losses, is_right = score_answers(self.model, batch)
+        is_right = is_right.all(1, keepdim=True)
+        metric.update(batch["index"], losses, is_right, torch.ones_like(is_right))
+
+    def validation_tags(self) -> dict[str, float]:
+        """Return accuracy and loss of the held-out problems."""
+        (scores,) = self.set_metrics.values()
+        return {AVERAGE_ACCURACY: scores["accuracy"], AVERAGE_LOSS: scores["loss"]}
+
+
+def score_answers(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the loss of each answer symbol in nats, and True for those predicted right, both [B, O]."""
+    targets = batch["targets"]
+    logits = model(batch["tokens"]).logits[:, -targets.shape[1] :].float()
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    return losses, logits.argmax(-1) == targets

@@ -6,7 +6,7 @@ from typing import Any
 from stackexp.datamodules.arithmetic import HELD_OUT
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
 from stackexp.files import write_json
-from stackexp.modules.arithmetic import Arithmetic
+from stackexp.modules.transduction import Arithmetic
 from stackexp.tables import format_table
 from stackexp.training.objectives import Objective, Session
 
