@@ -37,7 +37,7 @@ VERBS = {
     "report scaling": "fit the loss against parameters and tokens",
     "report benchmarks": "compare runs on downstream benchmarks",
     "report dynamics": "compare the training losses over the tokens",
-    "report grid": "show the loss over the stack's hyperparameters",
+    "report grid": "show the loss over the hyperparameters of a sweep",
     "report actions": "show pushes and pops over the layers",
     "report efficiency": "compare the cost of memories with the paper's",
     "report all": "write one page with all tables and figures of a folder",

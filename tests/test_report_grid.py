@@ -7,7 +7,6 @@ import pytest
 from config_files import build_sweep, finish_trial
 
 from stackexp import cli
-from stackexp.errors import RunError
 from stackexp.reports.grid import build_grid, collect_results, draw_grid
 from stackexp.sweeps.sweep import Sweep
 
@@ -32,12 +31,12 @@ def test_curves_and_heat_maps(capsys):
     assert cli.main(["report", "grid", str(sweep.folder), *files]) == 0
     printed = capsys.readouterr().out
     first = printed.splitlines()[4].split()
-    assert first == ["H=1-d_s=4-S=8", "1.6480", "2.1480", "1", "1,000", "10"]
+    assert first == ["H=1-d_s=4-S=8", "2.1480", "1.6480", "1", "1,000", "10"]
     assert f"1 of 12 trials are not finished: `python -m stackexp sweep run {sweep.folder}`" in printed
     assert Path("grid.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(csv.DictReader(Path("grid.csv").read_text().splitlines()))) == 11
 
-    figure = draw_grid(collect_results(sweep), sweep.config.center, ["H", "d_s", "S"])
+    figure = draw_grid(collect_results(sweep), sweep.config.center, [H, D, S])
     top, bottom = figure.subfigs
     xs, ys = top.axes[1].lines[1].get_data()
     assert list(xs) == [4, 8, 16]
@@ -51,12 +50,14 @@ def test_curves_and_heat_maps(capsys):
 def test_seeds_are_averaged_and_one_key_has_no_map():
     sweep = build(grid={H: [1, 2]}, seeds=[0, 1])
     report = build_grid(str(sweep.folder))
-    assert report.tables[0].header[1] == "training loss ± std"
-    assert report.tables[0].rows[0] == ["H=1", "1.7000 ± 0.1414", "2.2000 ± 0.1414", "2", "1,000", "10"]
+    assert report.tables[0].header[1:3] == ["average.loss ± std", "training loss ± std"]
+    assert report.tables[0].rows[0] == ["H=1", "2.2000 ± 0.1414", "1.7000 ± 0.1414", "2", "1,000", "10"]
     assert len(report.draw().axes) == 1
 
 
-def test_a_sweep_over_other_keys_is_refused():
+def test_a_sweep_over_other_numbers_has_curves():
     build(grid={"optimizer.lr": [1e-3, 2e-3]})
-    with pytest.raises(RunError, match="have one value of H, d_s and S each; run stack_grid"):
-        build_grid("study.yaml")
+    (axes,) = build_grid("study.yaml").draw().axes
+    assert axes.get_xlabel() == "optimizer.lr"
+    build(grid={"model.memory.discipline": ["stack", "queue"]})
+    assert build_grid("study.yaml").draw is None

@@ -1,4 +1,4 @@
-"""Results of a sweep: tables, the loss against each searched key, and the paper's hyperparameter figure."""
+"""Results of a sweep: a table, the loss against each searched number, and the paper's heat maps of H, d_s and S."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from stackexp.config.model import SYMBOLS
 from stackexp.errors import RunError
 from stackexp.frame import read_run
 from stackexp.reports.arms import group_bigrams
-from stackexp.reports.report import Report, Table, new_figure, save_figure
+from stackexp.reports.report import Report, Table
 from stackexp.sweeps.grid import Values, format_value, shorten_keys
 from stackexp.sweeps.sweep import COPY, Sweep, load_last_run
 from stackexp.sweeps.trials import Trial, read_objective
@@ -29,6 +29,8 @@ LOSSES = {"training loss": "train_loss", "validation loss": "val/average/loss"}
 """Titles of the plotted losses -> their columns in the DataFrame of runs."""
 OBJECTIVES = {"train_loss.last_20_steps": "training loss", "average.loss": "validation loss"}
 """Objectives that are one of these losses."""
+MAX_TICKS = 8
+"""An axis with at most this many values has a tick at each."""
 Result = dict[str, Any]
 """The finished trials that differ only in their seed: name, values (without the seed), seeds, objective, losses (by
 title), parameters, memory_parameters, trials. Objective and losses have mean and std, 0 for one seed."""
@@ -93,17 +95,18 @@ def describe_unscored(sweep: Sweep) -> list[str]:
     return [f"left out: {name}: {problem}" for name, problem in problems if problem]
 
 
-def build_table(sweep: Sweep, results: Sequence[Result], titles: Sequence[str], with_objective: bool) -> Table:
+def build_table(sweep: Sweep, results: Sequence[Result]) -> Table:
     """Return a table with a line for each result, and one for the bigram counts of each corpus.
 
-    `titles` are the losses to show. ± is the standard deviation over the seeds.
+    The columns are the objective and the losses. ± is the standard deviation over the seeds.
     """
-    columns = [sweep.config.objective] * with_objective + list(titles)
+    titles = [title for title in _list_titles(results) if title != OBJECTIVES.get(sweep.config.objective)]
+    columns = [sweep.config.objective, *titles]
     is_repeated = any(result["seeds"] > 1 for result in results)
     header = ["trial", *(f"{column} ± std" if is_repeated else column for column in columns)]
     lines = []
     for result in results:
-        spreads = [result["objective"]] * with_objective + [result["losses"].get(title) for title in titles]
+        spreads = [result["objective"], *(result["losses"].get(title) for title in titles)]
         sizes = (result["parameters"], result["memory_parameters"])
         counts = [str(result["seeds"]), *(ABSENT if size is None else f"{size:,}" for size in sizes)]
         lines.append([result["name"], *map(_format_spread, spreads), *counts])
@@ -117,9 +120,8 @@ def build_table(sweep: Sweep, results: Sequence[Result], titles: Sequence[str], 
 
 
 def format_results(sweep: Sweep, results: Sequence[Result], style: Style = "terminal") -> str:
-    """Return the table of a sweep by objective."""
-    titles = [title for title in _list_titles(results) if title != OBJECTIVES.get(sweep.config.objective)]
-    table = build_table(sweep, results, titles, with_objective=True)
+    """Return the table of a sweep as text."""
+    table = build_table(sweep, results)
     return format_table(table.rows, header=table.header, align=table.align, style=style)
 
 
@@ -128,29 +130,7 @@ def _list_titles(results: Iterable[Result]) -> list[str]:
     return [title for title in LOSSES if title in found]
 
 
-# Figures of one key
-
-
-def draw_results(sweep: Sweep, results: Sequence[Result], folder: Path) -> list[Path]:
-    """Plot the losses against each key with several numbers, as <key>.png and <key>.pdf, and return the paths.
-
-    In each figure, the other keys have the values of the sweep's center, or of the best trial if there is no center.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for key, name in shorten_keys(results[0]["values"]).items():
-        selected = select_results(results, key, sweep.config.center)
-        if len({result["values"][key] for result in selected}) > 1:
-            figure, axes = new_figure(4.2, 3.2)
-            plot_losses(axes, key, selected)
-            seeds = {result["seeds"] for result in selected}
-            runs = "one seed" if seeds == {1} else f"± std of {'-'.join(map(str, sorted(seeds)))} seeds"
-            fixed = describe_fixed(selected[0]["values"], key)
-            axes.set_title(", ".join(filter(None, [fixed, runs])), fontsize=8)
-            paths += [folder / f"{name}.png", folder / f"{name}.pdf"]
-            for path in paths[-2:]:
-                save_figure(figure, path)
-    return paths
+# The figure
 
 
 def select_results(results: Sequence[Result], key: str, center: Values) -> list[Result]:
@@ -178,7 +158,7 @@ def plot_losses(axes: Any, key: str, results: Sequence[Result]) -> None:
         axes.errorbar([number for number, _ in points], means, yerr=bars, fmt=fmt, capsize=3, label=title)
     if min(numbers) > 0 and max(numbers) / min(numbers) >= 8:
         axes.set_xscale("log", base=2 if symbol else 10)
-    if symbol:
+    if len(numbers) <= MAX_TICKS:
         axes.set_xticks(numbers, labels=[f"{number:g}" for number in numbers], minor=False)
         axes.minorticks_off()
     axes.set(xlabel=f"{MEANINGS[symbol]} (${symbol}$)" if symbol else key, ylabel="Loss (nats per token)")
@@ -186,17 +166,11 @@ def plot_losses(axes: Any, key: str, results: Sequence[Result]) -> None:
     axes.legend(loc="upper center", ncols=2, fontsize=8)
 
 
-# The paper's figure
-
-
 def build_grid(target: str) -> Report:
-    """Build the report of a sweep over H, d_s and S, given as its folder, its name or its YAML file."""
+    """Build the report of a sweep, given as its folder, its name or its YAML file."""
     sweep = load_last_run(target)
     results = collect_results(sweep)
-    varied = [symbol for symbol in KEYS if len(_list_values(results, symbol)) > 1]
-    if not varied:
-        raise RunError(f"{sweep.folder}: the finished trials have one value of H, d_s and S each; run stack_grid")
-    titles = _list_titles(results)
+    varied = [key for key in results[0]["values"] if len(_list_values(results, key)) > 1]
     waiting = sum(not trial.folder.is_finished for trial in sweep.trials)
     command = f"`python -m stackexp sweep run {shlex.quote(str(sweep.folder))}`"
     notes = [f"{waiting} of {len(sweep.trials)} trials are not finished: {command}"] if waiting else []
@@ -207,47 +181,49 @@ def build_grid(target: str) -> Report:
         )
     records = [
         {"trial": result["name"], **result["values"], "seeds": result["seeds"], "parameters": result["parameters"]}
-        | {f"{title} {key}": value for title in titles for key, value in result["losses"].get(title, {}).items()}
+        | {f"{title} {key}": value for title in LOSSES for key, value in result["losses"].get(title, {}).items()}
         for result in results
     ]
     return Report(
-        [build_table(sweep, results, titles, with_objective=False)],
+        [build_table(sweep, results)],
         [*notes, *describe_unscored(sweep)],
         records,
-        lambda: draw_grid(results, sweep.config.center, varied),
+        (lambda: draw_grid(results, sweep.config.center, varied)) if varied else None,
     )
 
 
-def _list_values(results: Sequence[Result], symbol: str) -> list[Any]:
+def _list_values(results: Sequence[Result], key: str) -> list[Any]:
     """Return the numeric values of a key; an empty list if it was not searched."""
-    values = (result["values"].get(KEYS[symbol]) for result in results)
+    values = (result["values"].get(key) for result in results)
     return sorted({value for value in values if type(value) in (int, float)})
 
 
 def draw_grid(results: Sequence[Result], center: Values, varied: Sequence[str]) -> Any:
-    """Draw the loss against each varied key; below, if two keys vary, the H x d_s heat map for each S."""
+    """Draw the loss against each varied key; below, if two of H, d_s and S vary, the H x d_s heat map for each S.
+
+    In each curve, the other keys have the values of the sweep's center, or of the best trial if there is no center.
+    """
     from matplotlib.figure import Figure
 
-    if not all(select_results(results, KEYS[symbol], center) for symbol in varied):  # not finished
+    if not all(select_results(results, key, center) for key in varied):  # not finished
         center = {}
-    slots = _list_values(results, "S") or [None]
-    has_maps = len(varied) > 1
-    figure: Any = Figure(figsize=(9.5, 6.4 if has_maps else 3.2), layout="constrained")
+    has_maps = len(SYMBOLS.keys() & set(varied)) > 1
+    figure: Any = Figure(figsize=(max(9.5, 3.2 * len(varied)), 6.4 if has_maps else 3.2), layout="constrained")
     top, bottom = figure.subfigures(2, 1) if has_maps else (figure, None)
-    for axes, symbol in zip(top.subplots(1, len(varied), squeeze=False)[0], varied, strict=True):
-        selected = select_results(results, KEYS[symbol], center)
-        plot_losses(axes, KEYS[symbol], selected)
-        axes.set_title(describe_fixed(selected[0]["values"], KEYS[symbol]), fontsize=8)
+    for axes, key in zip(top.subplots(1, len(varied), squeeze=False)[0], varied, strict=True):
+        selected = select_results(results, key, center)
+        plot_losses(axes, key, selected)
+        axes.set_title(describe_fixed(selected[0]["values"], key), fontsize=8)
         axes.grid(alpha=0.3)
     if has_maps:
-        _draw_maps(bottom, results, center, slots)
+        _draw_maps(bottom, results, center)
     return figure
 
 
-def _draw_maps(figure: Any, results: Sequence[Result], center: Values, slots: list[Any]) -> None:
+def _draw_maps(figure: Any, results: Sequence[Result], center: Values) -> None:
     """Draw a heat map for each number of slots. Cells without a finished trial are hatched."""
     title = _list_titles(results)[-1]
-    heads, sizes = _list_values(results, "H") or [None], _list_values(results, "d_s") or [None]
+    heads, sizes, slots = (_list_values(results, KEYS[symbol]) or [None] for symbol in ("H", "d_s", "S"))
     others = {k: value for k, value in (results[0]["values"] | center).items() if k not in KEYS.values()}
     losses = {
         tuple(result["values"].get(KEYS[symbol]) for symbol in KEYS): result["losses"][title]["mean"]

@@ -69,7 +69,7 @@ def _list_builders(folder: Path) -> Iterator[tuple[str, Builder]]:
     yield "Scaling", partial(build_scaling, [folder])
     yield "Training dynamics", partial(build_dynamics, [folder])
     for sweep in find_sweeps(folder):
-        yield f"Stack hyperparameters: {sweep.name}", partial(build_grid, str(sweep))
+        yield f"Sweep: {sweep.name}", partial(build_grid, str(sweep))
     for path in sorted(folder.glob("*.json")):
         try:
             read_record(path)

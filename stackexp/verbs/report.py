@@ -181,7 +181,7 @@ class Dynamics(ReportVerb):
 
 
 class Grid(ReportVerb):
-    """Show the loss over the stack's heads (H), slot size (d_s) and slots (S), from the trials of a sweep.
+    """Show the loss over the hyperparameters of a sweep, with heat maps of the stack's heads, slot size and slots.
 
     SWEEP is a sweep's folder in runs/, a shipped name or a YAML file.
     """
@@ -224,7 +224,7 @@ class Efficiency(ReportVerb):
 class All(Verb):
     """Write one HTML page with the tables and figures of all runs in a folder. It opens offline.
 
-    The page has sections for the ablation, scaling, training dynamics, sweeps over the stack's hyperparameters,
+    The page has sections for the ablation, scaling, training dynamics, sweeps,
     benchmarks, formal languages, actions in arithmetic, and files of `bench efficiency --out` in the folder. Sections
     without runs are omitted.
 

@@ -4,7 +4,6 @@ import json
 import signal
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 from stackexp.verbs.parser import Parser, Verb, at_least
 
@@ -104,13 +103,12 @@ class Stop(Verb):
 
 
 class Results(Verb):
-    """Compare the finished trials of a sweep by its objective, the best first."""
+    """Compare the finished trials of a sweep by its objective, the best first. `report grid` draws them."""
 
-    examples = ("sweep results stack_grid --figures figures/", "sweep results quick_grid --markdown")
+    examples = ("sweep results stack_grid", "sweep results quick_grid --markdown")
 
     def add_arguments(self, parser: Parser) -> None:
         parser.add_sweep()
-        parser.add_argument("--figures", type=Path, metavar="FOLDER", help="plot the loss against each searched number")
         style = parser.add_mutually_exclusive_group()
         style.add_argument("--markdown", action="store_true", help="print a Markdown table")
         style.add_argument("--json", action="store_true", help="print JSON")
@@ -120,7 +118,7 @@ class Results(Verb):
 
         sweep = load_last_run(args.sweep, args.overrides)
         sweep.check_trials()
-        from stackexp.reports.grid import collect_results, describe_unscored, draw_results, format_results
+        from stackexp.reports.grid import collect_results, describe_unscored, format_results
 
         rows = collect_results(sweep)
         if args.json:
@@ -129,6 +127,4 @@ class Results(Verb):
             print(format_results(sweep, rows, style="markdown" if args.markdown else "terminal"))
         for note in describe_unscored(sweep):
             print(note, file=sys.stderr)
-        if args.figures:
-            print("\n".join(map(str, draw_results(sweep, rows, args.figures))))
         return 0

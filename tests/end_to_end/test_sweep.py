@@ -40,11 +40,10 @@ def test_same_command_finishes_a_killed_sweep(program: Program, tiny, tmp_path):
     assert "resumed from" in trials[0].log.read_text()
     assert output.count("done  ") == 3
 
-    table = program.run("sweep", "results", path, "--figures", tmp_path / "figures").splitlines()
+    table = program.run("sweep", "results", path).splitlines()
     assert {row.split()[0] for row in table[2:5]} == {"S=2", "S=3", "S=4"}
     objectives = [float(row.split()[1]) for row in table[2:5]]
     assert objectives == sorted(objectives)
-    assert (tmp_path / "figures" / "S.png").stat().st_size > 10_000
 
 
 def _runs(pid: str, folder: str) -> bool:
