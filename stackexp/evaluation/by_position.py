@@ -1,7 +1,6 @@
 """Measure the loss at each position, up to four times the training context, for `validate --by_position`."""
 
 import itertools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +26,18 @@ EDGES = (0, 0.25, 0.5, 1, 2, 3, FACTOR)
 """Borders of the ranges in the table, in training contexts."""
 
 
-@dataclass(frozen=True)
-class PositionLosses:
-    """The mean loss in nats of the token at each position of a set's sequences: [T - 1] for positions 1 to T - 1."""
-
-    name: str
-    num_sequences: int
-    losses: np.ndarray
-
-    def average(self, first: int, end: int) -> float:
-        """Return the mean over positions `first` to `end - 1`."""
-        return float(self.losses[max(first, 1) - 1 : end - 1].mean())
-
-
-def score_by_position(request: EvaluationRequest) -> tuple[int, list[PositionLosses]]:
-    """Score each set, print the table, write the figures, and return the training context and the losses.
+def score_by_position(request: EvaluationRequest) -> tuple[int, dict[str, np.ndarray]]:
+    """Score each set, print the table and write the figures.
 
     A sequence is FACTOR x context consecutive tokens of a set, across document borders as in training. Sets that do
-    not fill one sequence are skipped. Raises RunError if that leaves none, ConfigError for runs without text.
+    not fill one sequence are skipped.
+
+    Returns:
+        The training context, and for each set the mean loss in nats [T - 1] at the positions 1 to T - 1.
+
+    Raises:
+        RunError: No set fills one sequence.
+        ConfigError: The run is not on text.
     """
     config = request.config
     if config.data.objective != "language_modeling":
@@ -61,15 +54,26 @@ def score_by_position(request: EvaluationRequest) -> tuple[int, list[PositionLos
         )
     checkpoint = checkpoints.find_checkpoint(request.run, request.ckpt_path)
     model = build_objective(config).build_module(weights=checkpoint).to(find_device_type(config)).model
-    scored = [_score_set(model, name, chunks, config) for name, chunks in sequences.items() if len(chunks)]
+    losses = {name: _score_set(model, name, chunks, config) for name, chunks in sequences.items() if len(chunks)}
+    averages = {name: _average_ranges(values, context) for name, values in losses.items()}
     print(f"{wrap_text(f'{checkpoint}, loss by position, trained on {context:,} tokens')}\n")
-    print(_format_table(scored, context))
+    print(_format_table(averages))
     if skipped:
         print(f"\nskipped, shorter than {FACTOR * context:,} tokens: {', '.join(skipped)}")
+    record = describe_evaluation(request, checkpoint)
+    record |= {"context_length": context, "evaluated_length": FACTOR * context}
+    record["sets"] = {
+        name: {
+            "sequences": len(sequences[name]),
+            "ranges": averages[name],
+            "losses": [round(loss, 6) for loss in values.tolist()],
+        }
+        for name, values in losses.items()
+    }
     output = get_output(request)
-    write_json(output, describe_evaluation(request, checkpoint) | _summarize(scored, context))
+    write_json(output, record)
     print(f"\nscores: {output}")
-    return context, scored
+    return context, losses
 
 
 def get_output(request: EvaluationRequest) -> Path:
@@ -78,7 +82,7 @@ def get_output(request: EvaluationRequest) -> Path:
     return request.out or request.output.with_name(request.output.name.replace(request.stage, "by_position", 1))
 
 
-def _score_set(model: Any, name: str, chunks: Chunks, config: Any) -> PositionLosses:
+def _score_set(model: Any, name: str, chunks: Chunks, config: Any) -> np.ndarray:
     criterion = NextTokenLoss.from_config(config.trainer)
     device = next(model.parameters()).device
     loader = build_perplexity_loader(chunks, max(1, config.data.eval_batch_size // FACTOR), None, 0, 1)
@@ -88,35 +92,20 @@ def _score_set(model: Any, name: str, chunks: Chunks, config: Any) -> PositionLo
             tokens = batch["tokens"][batch["index"] >= 0].to(device)
             output = model(tokens, return_hidden=criterion.needs_hidden)
             total += criterion.compute_token_losses(model, output, tokens).double().sum(0).cpu().numpy()
-    return PositionLosses(name, len(chunks), total / len(chunks))
+    return total / len(chunks)
 
 
-def list_ranges(context: int) -> list[tuple[int, int]]:
-    """Return the position ranges (first, end) of the table: the token at position p has p tokens before it."""
-    edges = [round(edge * context) for edge in EDGES]
-    pairs = itertools.pairwise(edges)
-    return [(max(first, 1), end) for first, end in pairs if end > max(first, 1)]
+def _average_ranges(losses: np.ndarray, context: int) -> dict[str, float]:
+    """Return the mean loss in each range of positions, such as `1-63`; position p has p tokens before it."""
+    edges = [max(1, round(edge * context)) for edge in EDGES]
+    pairs = [(first, end) for first, end in itertools.pairwise(edges) if end > first]
+    return {f"{first}-{end - 1}": float(losses[first - 1 : end - 1].mean()) for first, end in pairs}
 
 
-def _format_table(scored: list[PositionLosses], context: int) -> str:
-    ranges = list_ranges(context)
-    values = [[losses.average(*part) for part in ranges] for losses in scored]
-    rows: list[Any] = [
-        [losses.name, *(f"{value:.3f}" for value in row)] for losses, row in zip(scored, values, strict=True)
-    ]
-    if len(scored) > 1:
-        rows += [RULE, ["average of sets", *(f"{value:.3f}" for value in np.mean(values, 0))]]
-    header = ["set", *(f"{first}-{end - 1}" for first, end in ranges)]
-    return format_table(rows, header=header, align="<" + ">" * len(ranges))
-
-
-def _summarize(scored: list[PositionLosses], context: int) -> dict[str, Any]:
-    sets = {
-        losses.name: {
-            "sequences": losses.num_sequences,
-            "ranges": {f"{first}-{end - 1}": losses.average(first, end) for first, end in list_ranges(context)},
-            "losses": [round(float(loss), 6) for loss in losses.losses],
-        }
-        for losses in scored
-    }
-    return {"context_length": context, "evaluated_length": FACTOR * context, "sets": sets}
+def _format_table(averages: dict[str, dict[str, float]]) -> str:
+    rows: list[Any] = [[name, *(f"{value:.3f}" for value in ranges.values())] for name, ranges in averages.items()]
+    if len(rows) > 1:
+        means = np.mean([list(ranges.values()) for ranges in averages.values()], 0)
+        rows += [RULE, ["average of sets", *(f"{value:.3f}" for value in means)]]
+    header = ["set", *next(iter(averages.values()))]
+    return format_table(rows, header=header, align="<" + ">" * (len(header) - 1))

@@ -115,11 +115,10 @@ def _check_arguments(args: Namespace) -> None:
 
 
 def _score_by_position(request: Any) -> None:
-    """Score and draw the loss at each position."""
     from stackexp.evaluation.by_position import get_output, score_by_position
     from stackexp.reports.report import draw_by_position, save_figure
 
-    context, scored = score_by_position(request)
+    context, losses = score_by_position(request)
     figure = get_output(request).with_suffix(".png")
-    save_figure(draw_by_position(context, [(losses.name, losses.losses) for losses in scored]), figure)
+    save_figure(draw_by_position(context, list(losses.items())), figure)
     print(f"figure: {figure}")
