@@ -73,7 +73,7 @@ def format_value(value: Any) -> str:
                 return value
         except ConfigError:
             pass
-    return json.dumps(value)
+    return json.dumps(value, default=str)
 
 
 def _format_values(values: Values, names: dict[str, str]) -> list[str]:
@@ -81,7 +81,7 @@ def _format_values(values: Values, names: dict[str, str]) -> list[str]:
 
 
 def _format_word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value).replace("null", "none")
+    return value if isinstance(value, str) else json.dumps(value, default=str).replace("null", "none")
 
 
 def _join_label(words: list[str]) -> str:

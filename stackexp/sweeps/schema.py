@@ -1,9 +1,6 @@
 """The schema of a sweep's YAML, checked like that of a config."""
 
-import json
-import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
@@ -120,10 +117,7 @@ class SweepConfig:
     list: "list[dict[str, Any]]" = field(default_factory=list)  # one trial each: `name`, and its keys
 
     def find_errors(self) -> Errors:
-        """Check the base config, the values, the axes, the name, and that no key is set twice."""
-        if not _is_config(self.config):
-            yield "config", "name the base config of the trials, or a list of them"
-        yield from self._find_invalid_values()
+        """Check the axes, the name, and that no key is set twice."""
         yield from self._find_duplicate_keys()
         for key in self.axes.keys() - self.center.keys():
             yield f"axes.{key}", f"no center; set center.{key}, its value while other axes vary"
@@ -131,18 +125,6 @@ class SweepConfig:
             yield f"center.{key}", f"no axis or grid has this name{suggest_name(key, [*self.axes, *self.grid])}"
         if self.name is not None and not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
             yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - + between slashes"
-
-    def _find_invalid_values(self) -> Errors:
-        """Check the values that the schema of a config does not check."""
-        for place, values in {"grid": self.grid, "axes": self.axes}.items():
-            pairs = ((key, value) for key, listed in values.items() for value in listed)
-            yield from ((f"{place}.{key}", message) for key, message in _check_values(pairs))
-        yield from ((f"center.{key}", message) for key, message in _check_values(self.center.items()))
-        for number, entry in enumerate(self.list, 1):
-            if isinstance(name := entry.get("name", ""), bool) or not isinstance(name, str | int | float):
-                yield "list", f"entry {number}: name: expected text, found {name!r}"
-            pairs = ((key, value) for key, value in entry.items() if key != "name")
-            yield from (("list", f"entry {number}: {key}: {message}") for key, message in _check_values(pairs))
 
     def _find_duplicate_keys(self) -> Errors:
         for section, searched in {"grid": self.grid, "axes": self.axes}.items():
@@ -157,24 +139,3 @@ class SweepConfig:
                 yield where, f"{key} is set by two of grid, axes, list and seeds"
         if self.search and keys:
             yield "search", "a search chooses its own trials; remove grid, axes, list and seeds"
-
-
-def _check_values(values: Iterable[tuple[str, Any]]) -> Errors:
-    for key, value in values:
-        if key == "config" and not _is_config(value):
-            yield key, f"expected the name of a config, or a list of them, found {value!r}"
-        if key == "tokens" and not _is_budget(value):
-            yield key, f"expected a number of tokens > 0, found {value!r}"
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError):
-            yield key, f"expected a number, text, true, false, null, a list or a mapping, found {value!r}"
-
-
-def _is_config(value: Any) -> bool:
-    names = [value] if isinstance(value, str) else value
-    return isinstance(names, list) and len(names) > 0 and all(isinstance(name, str) for name in names)
-
-
-def _is_budget(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

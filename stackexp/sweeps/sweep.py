@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Iterable
@@ -148,7 +147,7 @@ class Sweep:
 
     def _compose_seed(self, values: Values) -> ExperimentConfig:
         """Compose the config of a trial, or copy that of a trial with another seed, which is faster."""
-        key, seed = json.dumps(values | {"seed": None}, sort_keys=True), values.get("seed")
+        key, seed = str(values | {"seed": None}), values.get("seed")
         base = self._composed.get(key)
         if base and type(seed) is int and 0 <= seed < 2**32 and "seed" not in base.interpolated_keys:
             config = copy.deepcopy(base)
@@ -176,6 +175,8 @@ class Sweep:
         configs, tokens = self._find_configs(values), values.get("tokens", self.config.tokens)
         if tokens is None:
             return compose(configs, overrides)
+        if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not 0 < tokens < math.inf:
+            raise ConfigError(f"{self._get_origin('tokens')}: tokens: expected a number > 0, found {tokens!r}")
         if STEPS in [*values, *(key for key, _, _ in split_overrides(self.all_overrides))]:
             raise ConfigError(f"{display_path(self.path)}: tokens sets {STEPS}; give only one of them")
         config = compose(configs, [*overrides, f"{STEPS}={ENDLESS}"])  # only to read the batch size
@@ -183,7 +184,10 @@ class Sweep:
         return compose(configs, [*overrides, self._locate(f"{STEPS}={steps}", "tokens")])
 
     def _locate(self, override: str, key: str) -> str:
-        return LocatedOverride(override, self.origins.get(key, display_path(self.path)))
+        return LocatedOverride(override, self._get_origin(key))
+
+    def _get_origin(self, key: str) -> str:
+        return self.origins.get(key, display_path(self.path))
 
     def _check_plugins(self, values: Values) -> None:
         """Raise ConfigError for a plugin that is not trusted; a trial reads those of the command line from a file."""
@@ -202,6 +206,9 @@ class Sweep:
         """Return the files of the base configs. Paths are relative to the sweep's file or to the working directory."""
         names = values.get("config", self.config.config)
         names = [names] if isinstance(names, str) else names
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            where = f"{self._get_origin('config')}: config"
+            raise ConfigError(f"{where}: expected the base config of the trials, or a list, found {names!r}")
         return [str(find_config(name, self.origins["config"], self._config_folder)) for name in names]
 
     @property
@@ -213,10 +220,6 @@ def load_sweep(target: str, overrides: Iterable[str] = ()) -> Sweep:
     """Load a sweep by name, file or folder and check everything except its trials. Raises ConfigError."""
     path = _find_sweep(target)
     _, tree = read_file(path)
-    if "config" not in tree:
-        raise ConfigError(
-            f"{display_path(path)}: config: missing; name the base config of the trials, or a list of them"
-        )
     config = build_dataclass(SweepConfig, tree)
     sweep = Sweep(path, config, _find_origins(config, tree), tuple(overrides))
     for key, _, origin in split_overrides(sweep.all_overrides):
