@@ -229,7 +229,7 @@ def s3(s3_server, monkeypatch, tmp_path):
     yield s3_server
     s3_server.reset()
     for folder in node_storage._open_folders.values():
-        folder.close()
+        folder.lock.close()
 
 
 @pytest.fixture

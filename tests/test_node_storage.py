@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from s3 import remove_credentials
 
 from stackexp.datamodules import node_storage
 from stackexp.datamodules.node_storage import METADATA_FILES, CacheFolder, SourceError
+from stackexp.datamodules.token_stream import TokenStream
 from stackexp.errors import RunError
 
 
@@ -28,21 +30,21 @@ def test_a_cache_folder_belongs_to_one_run(s3, url, tmp_path, caplog):
     assert [folder.path.name for folder in folders] == ["named", "named-2", "named-3"]
     lines = [line for name, _, line in caplog.record_tuples if name == node_storage.__name__]
     assert lines == [f"{path}: another run uses this cache; this run uses {folder.path}" for folder in folders[1:]]
-    folders[1].close()
+    folders[1].lock.close()
     folders.append(CacheFolder(url, path))
     assert folders[-1].path == folders[1].path
     (tmp_path / "named-4").mkdir()
     (tmp_path / "named-4" / "thesis.tex").touch()
     with pytest.raises(SourceError, match="named-4: holds other files"):
         CacheFolder(url, path)
-    folders[0].close()
+    folders[0].lock.close()
     with pytest.raises(SourceError, match=r"is the cache of s3://.*, not of"):
         CacheFolder("s3://another/set", path)
 
 
 def test_a_cache_keeps_only_intact_shards_of_the_set(s3, url, remote_set, tmp_path):
     path = tmp_path / "named"
-    CacheFolder(url, str(path)).close()
+    CacheFolder(url, str(path)).lock.close()
     (path / "unit.00000").mkdir()
     names = [f"unit.00000/shard.0000{n}.mds" for n in range(4)]
     for name in names[:3]:
@@ -77,6 +79,22 @@ def test_errors_are_one_line(s3, url, remote_set, tmp_path):
     assert "file" in get_error(path=str(tmp_path / "file" / "below"))
 
 
+def test_a_failed_look_ahead_ends_an_epoch_at_once(s3, url, monkeypatch):
+    """The loop over the samples may end before it reads the one that cannot be downloaded."""
+
+    def wait_for_failure(stream: TokenStream, _: object) -> Iterator[int]:
+        deadline = time.monotonic() + 30
+        while not stream._event.is_set() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return iter(())
+
+    monkeypatch.setattr(TokenStream, "_each_sample_id", wait_for_failure)
+    loader = build_loader(build_config(remote=url, download_retries=0))
+    s3.status = 403
+    with pytest.raises(SourceError, match="permission"):
+        next(iter(loader))
+
+
 def test_missing_credentials_are_reported_in_one_line(s3, url, tmp_path):
     """In a process of its own, because boto3 caches credentials."""
     output = Forks(tmp_path).run(url, str(tmp_path), s3.environment["S3_ENDPOINT_URL"], function=_read_anonymously)
@@ -109,7 +127,7 @@ def test_a_full_disk_is_reported_in_one_line(remote_set, s3, url, tmp_path, work
         assert "No space left on device; free space, or name another cache with data.path" in str(raised.value)
     finally:
         for folder in node_storage._open_folders.values():
-            folder.close()
+            folder.lock.close()
         subprocess.run(["umount", "--lazy", disk], check=True)  # the look-ahead may still use it
 
 

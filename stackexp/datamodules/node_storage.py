@@ -55,7 +55,7 @@ def explain_failure(url: str, error: Exception) -> SourceError:
 
 
 class CacheFolder:
-    """A locked folder with the metadata of a remote set and some of its shards. `close` releases the lock.
+    """A locked folder with the metadata of a remote set and some of its shards.
 
     It belongs to one run at a time, because a run deletes shards that others may read.
     """
@@ -72,16 +72,12 @@ class CacheFolder:
         for number in itertools.count(1):
             self.path = first.with_name(f"{first.name}-{number}") if number > 1 else first
             if lock := self._try_lock():
-                self._lock = lock
+                self.lock = lock  # until this file is closed
                 break
         if folder and number > 1:
             log.warning("%s: another run uses this cache; this run uses %s", first, self.path)
         for name in METADATA_FILES:
             self._download(name, timeout, attempts)
-
-    def close(self) -> None:
-        """Release the lock, so that other runs can use the folder."""
-        self._lock.close()
 
     def _try_lock(self) -> IO[str] | None:
         """Return the locked file of the folder; None if another run holds the lock."""

@@ -9,7 +9,7 @@ private names of the library and of torch:
   files by counting up to the first free number, so two runs that start together use the same one and crash, and
   files of a killed run may be mistaken for those of this run.
 - `_executor`: set to daemon threads. Python waits at exit for the library's threads, which may be in a long download.
-- `_iterator`: its threads are stopped when an epoch is abandoned.
+- `_iterator`: its threads are stopped when an epoch is abandoned, and counted as stopped when they fail.
 - `DataLoader._get_iterator`: it starts the workers, which are killed with the loader if they do not exit.
 """
 
@@ -208,7 +208,9 @@ class TokenStream(StreamingDataset):
 
     def on_exception(self, future: Future) -> None:
         """Store the error of a look-ahead thread; the library only logs it."""
-        self._failure = self._failure or future.exception()
+        if error := future.exception():
+            self._failure = self._failure or error
+            self._iterator.on_exit()  # the thread did not; without this, the epoch waits for it forever at its end
         with contextlib.suppress(Exception):
             super().on_exception(future)
 
