@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from loaders import BATCH, T, build_config, build_loader, read_samples, run_ranks, split_into_steps, write_set
 from processes import wait_until
 from records import only_run, record
+from streaming.base.util import bytes_to_int
 
-from stackexp.config.data import StreamConfig
+from stackexp.config.data import ShardsConfig, StreamConfig
 from stackexp.data import hash_log
 from stackexp.data.shards import TokenSet
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.data.units import write_documents
 from stackexp.datamodules.node_storage import SourceError
-from stackexp.datamodules.pretraining import apportion, parse_size
+from stackexp.datamodules.pretraining import apportion
 from stackexp.datamodules.token_stream import TokenSource, find_path
 from stackexp.errors import RunError
 
@@ -149,9 +150,13 @@ def test_apportion_is_exact_in_sum_and_within_one(total, shares):
         assert abs(part - total * share / math.fsum(shares)) < 1 + 1e-3
 
 
-def test_parse_size():
-    sizes = {"12": 12, "12b": 12, "1.5kb": 1536, "2 MB": 2 << 20, "200gb": 200 << 30, "3t": 3 << 40}
-    assert {size: parse_size(size) for size in sizes} == sizes
+def test_cache_limits_that_the_config_accepts_are_read_by_the_library():
+    sizes = {"12": 12, "12b": 12, "1.5kb": 1536, "2 MB": 2 << 20, "200gb": 200 << 30, "3tb": 3 << 40}
+    for size, expected in sizes.items():
+        assert not list(ShardsConfig(path="x", cache_limit=size).find_errors())
+        assert bytes_to_int(size) == expected
+    for size in ("3t", "1.5b", "1.5", "b", "3xb"):
+        assert list(ShardsConfig(path="x", cache_limit=size).find_errors())
 
 
 @pytest.mark.process

@@ -139,7 +139,7 @@ class ShardsConfig(DataConfig):
             for name in getattr(self, key):
                 if message := explain_set_name(name):
                     yield key, message
-        if self.cache_limit is not None and not re.fullmatch(r"\d+(\.\d+)? *([kmgt]?b)?", self.cache_limit.lower()):
+        if self.cache_limit is not None and not re.fullmatch(r"\d+b?|\d+(\.\d+)? *[kmgt]b", self.cache_limit.lower()):
             yield "cache_limit", f"expected a size such as 200gb, found {self.cache_limit!r}"
 
 

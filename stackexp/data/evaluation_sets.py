@@ -18,7 +18,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -168,18 +167,11 @@ def open_set(name: str, path: Path, config: DataConfig, tokenizer: KnownTokenize
         message = f"{path}: {len(tokens)} tokens do not fill one chunk of data.context_length {config.context_length}"
         remedy = "lower it, or score them with data.score_remainder=true (--score-remainder)"
         raise RunError(f"{message}; {'use a longer text' if config.score_remainder else remedy}")
-    return EvaluationSet(
-        name, path, chunks, bytes_per_token, _has_exact_bytes(tokenizer, tokens, bytes_per_token), identity
+    is_exact = tokenizer is not None and (
+        has_exact_bytes(tokenizer.tokenizer)
+        or (not bytes_per_token and decodes_exactly(tokenizer.tokenizer, tokens))  # exact for this set
     )
-
-
-def _has_exact_bytes(tokenizer: KnownTokenizer | None, tokens: Any, bytes_per_token: float | None) -> bool:
-    """Return True if the bytes of each token are right for this set, whatever its text or as it decodes."""
-    if tokenizer is None:
-        return False
-    if has_exact_bytes(tokenizer.tokenizer):
-        return True
-    return not bytes_per_token and decodes_exactly(tokenizer.tokenizer, tokens)
+    return EvaluationSet(name, path, chunks, bytes_per_token, is_exact, identity)
 
 
 def _open_prepared(path: Path, config: DataConfig, tokenizer: KnownTokenizer | None) -> tuple[Concatenated, float, str]:

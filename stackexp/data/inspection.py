@@ -46,30 +46,21 @@ class DocumentLengths:
         else:
             self._open += len(tokens)
 
-    def end_stream(self) -> None:
-        """Count the last document of the stream if it has no end token."""
-        if self._open:
-            self._counts[self._open] += 1
-        self._open = 0
-
-    @property
-    def total(self) -> int:
-        """The number of documents."""
-        return self._counts.total()
-
-    def quantile(self, share: float) -> int:
-        """Return the length that `share` of the documents do not exceed."""
-        lengths = sorted(self._counts)
-        cumulative = np.cumsum([self._counts[length] for length in lengths])
-        return lengths[int(np.searchsorted(cumulative, share * self.total))]
-
     def summarize(self) -> dict[str, Any]:
-        """Return mean, median, 90th percentile and maximum of the lengths, in tokens."""
+        """Return the number of documents, and mean, median, 90th percentile and maximum of their lengths, in tokens.
+
+        The last document of the stream may have no end token.
+        """
+        counts = self._counts + Counter({self._open: 1} if self._open else {})
+        lengths = np.array(sorted(counts))
+        cumulative = np.cumsum([counts[length] for length in lengths])
+        median, ninth_decile = lengths[np.searchsorted(cumulative, cumulative[-1] * np.array([0.5, 0.9]))].tolist()
         return {
-            "mean_length": sum(length * count for length, count in self._counts.items()) / self.total,
-            "median_length": self.quantile(0.5),
-            "90th_percentile_length": self.quantile(0.9),
-            "longest": max(self._counts),
+            "documents": counts.total(),
+            "mean_length": sum(length * count for length, count in counts.items()) / counts.total(),
+            "median_length": median,
+            "90th_percentile_length": ninth_decile,
+            "longest": max(counts),
         }
 
 
@@ -185,7 +176,10 @@ def _inspect_dataset(inspection: Inspection, options: InspectOptions) -> None:
 
 
 def _inspect_prepared_set(inspection: Inspection, options: InspectOptions) -> None:
-    """Inspect a finished set. Raises RunError if corpus.json or index.json is damaged."""
+    """Inspect a finished set. Raises RunError if corpus.json or index.json is damaged.
+
+    The last document of each unit is counted as two, because its end is among the sequences of the tails.
+    """
     path = inspection.path
     token_set = TokenSet(path, cache=True)  # damaged shards are reported below
     entries = [shard["raw_data"] for shard in json.loads((path / "index.json").read_text(encoding="utf-8"))["shards"]]
@@ -206,23 +200,14 @@ def _inspect_prepared_set(inspection: Inspection, options: InspectOptions) -> No
         inspection.damage.append(str(error))
         return
     if not inspection.damage:
-        inspection.figures |= _measure_documents(token_set, len(entries), get_end_of_text_id(tokenizer)).summarize()
+        lengths = DocumentLengths(get_end_of_text_id(tokenizer))
+        for number in range(len(entries)):
+            lengths.add_tokens(token_set.map_shard(number).ravel())
+        inspection.figures |= lengths.summarize() | {"documents": corpus.documents}
     for index in options.choose_samples(len(token_set)):
         if is_intact[int(np.searchsorted(token_set.begins, index, side="right")) - 1]:
             ids = token_set[index][:SAMPLE_LENGTH].tolist()
             inspection.samples[f"sequence {index:,}"] = tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def _measure_documents(token_set: TokenSet, num_shards: int, end: int) -> DocumentLengths:
-    """Return the lengths of the documents in the sequences.
-
-    The last document of each unit is counted as two, because its end is among the sequences of the tails.
-    """
-    lengths = DocumentLengths(end)
-    for number in range(num_shards):
-        lengths.add_tokens(token_set.map_shard(number).ravel())
-    lengths.end_stream()
-    return lengths
 
 
 # Token files
@@ -270,8 +255,7 @@ def _count_documents(inspection: Inspection, tokens: np.ndarray, end: int | None
             lengths.add_tokens(block)
     inspection.figures = {"tokens": len(tokens), "largest_id": largest, "end_of_text": end, "dtype": tokens.dtype.name}
     if lengths:
-        lengths.end_stream()
-        inspection.figures |= {"documents": lengths.total} | lengths.summarize()
+        inspection.figures |= lengths.summarize()
     else:
         inspection.notes.append("documents not counted: end-of-text is unknown; name the tokenizer with --tokenizer")
     return largest

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,6 @@ from stackexp.errors import RunError, SetNameError
 
 SHUFFLE_BLOCK = 4_000_000  # sequences over all canonical nodes; the library's default, which determines the order
 MIN_SHUFFLE_BLOCK = 1 << 18  # sequences per canonical node
-SIZE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 SECTIONS = {"validate": "validation", "test": "test"}  # stage -> section of the data config
 
 
@@ -272,13 +270,18 @@ class TrainingSet:
         A single source uses the library's shuffle py1e, which spreads downloads over time. It places large shards late,
         so mixtures use py1br, which keeps the proportions at any time.
         """
+        from streaming.base.util import bytes_to_int
+
         from stackexp.datamodules.node_storage import check_shared_memory, check_temporary_folder
         from stackexp.datamodules.token_stream import TokenLoader, TokenSource, TokenStream, collate, set_world
 
         config, options = self.config, self._options
         self._check_nodes(trainer.world_size // trainer.num_devices)
         set_world(trainer.global_rank, trainer.world_size, trainer.num_devices)
-        limit = None if options.cache_limit is None else parse_size(options.cache_limit)
+        limit = None if options.cache_limit is None else bytes_to_int(options.cache_limit)
+        shuffle_block = MIN_SHUFFLE_BLOCK
+        if not self._is_mixture:
+            shuffle_block = max(SHUFFLE_BLOCK // config.num_canonical_nodes, MIN_SHUFFLE_BLOCK)
         sources = [TokenSource(s.tokens.folder, s.sequences, s.remote, *self._downloads) for s in self.sources]
         batch_bytes = config.micro_batch_size * config.context_length * 8 * (2 if config.document_mask else 1)
         samples = sum(source.sequences for source in self.sources)
@@ -294,7 +297,7 @@ class TrainingSet:
             shuffle_algo="py1br" if self._is_mixture else "py1e",
             shuffle_seed=self.seed,
             num_canonical_nodes=config.num_canonical_nodes,
-            shuffle_block_size=self._shuffle_block,
+            shuffle_block_size=shuffle_block,
         )
         return TokenLoader(
             stream,
@@ -313,13 +316,6 @@ class TrainingSet:
     def _is_mixture(self) -> bool:
         return len(self.sources) > 1
 
-    @property
-    def _shuffle_block(self) -> int:
-        """The number of sequences that are shuffled together on a canonical node."""
-        if self._is_mixture:
-            return MIN_SHUFFLE_BLOCK
-        return max(SHUFFLE_BLOCK // self.config.num_canonical_nodes, MIN_SHUFFLE_BLOCK)
-
     def _check_nodes(self, nodes: int) -> None:
         canonical = self.config.num_canonical_nodes
         if nodes % canonical and canonical % nodes:
@@ -336,7 +332,15 @@ class TrainingSet:
             remote = stream.remote.rstrip("/")
             folder = str(open_node_cache(remote, stream.path, *self._downloads))
         assert folder is not None
-        return TrainingSource(name, open_prepared_set(folder, self.config, is_cache=remote is not None), remote)
+        tokens = TokenSet(folder, format_prepare_options(self.config), cache=remote is not None)
+        length, expected = tokens.corpus.context_length, self.config.context_length
+        if length != expected:
+            raise RunError(
+                f"{folder}: prepared with context length {length}, but data.context_length is {expected}; "
+                f"set data.context_length={length} or prepare it again"
+            )
+        tokens.check_vocab_size(self.config.vocab_size)
+        return TrainingSource(name, tokens, remote)
 
     def _check_tokenizers(self) -> None:
         for source in self.sources[1:]:
@@ -386,24 +390,3 @@ def apportion(total: int, shares: list[float]) -> list[int]:
     for i in sorted(range(len(shares)), key=lambda i: whole[i] - exact[i])[: total - sum(whole)]:
         whole[i] += 1
     return whole
-
-
-def parse_size(size: str) -> int:
-    """Return the number of bytes in a size such as 200gb (1 kb = 1024 b)."""
-    match = re.fullmatch(r"([\d.]+) *([kmgt]?)b?", size.lower())
-    assert match, "checked by the config"
-    number, unit = match.groups()
-    return int(float(number) * SIZE_UNITS[unit])
-
-
-def open_prepared_set(folder: str | Path, config: DataConfig, is_cache: bool = False) -> TokenSet:
-    """Open a prepared set for training. Raises RunError if it is missing, damaged or does not fit the config."""
-    tokens = TokenSet(folder, format_prepare_options(config), is_cache)
-    corpus = tokens.corpus
-    if corpus.context_length != config.context_length:
-        raise RunError(
-            f"{folder}: prepared with context length {corpus.context_length}, but data.context_length is "
-            f"{config.context_length}; set data.context_length={corpus.context_length} or prepare it again"
-        )
-    tokens.check_vocab_size(config.vocab_size)
-    return tokens
