@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -177,6 +178,20 @@ def test_callbacks_and_loggers_of_the_user(tiny, own, tmp_path, monkeypatch, cap
     assert str(own) in run.config.read_text(), "found again by `fit --run` in any folder"
 
 
+def test_the_logger_and_the_callback_of_the_docs(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[1] / "docs" / "runs.md").read_text()
+    for name in ("my_loggers.py", "my_callbacks.py"):
+        [code] = re.findall(rf"```python\n(# {name}\n.*?)```", text, re.DOTALL)
+        Path(name).write_text(code)
+    loggers = "logging.loggers=[tensorboard, {class: 'my_loggers.py:LossFile', options: {path: losses.txt}}]"
+    fit(tiny, loggers, "trainer.callbacks=[{class: 'my_callbacks.py:PrintNorm', options: {every: 6}}]")
+    losses = [line.split() for line in Path("losses.txt").read_text().splitlines()]
+    assert {int(step) for step, _ in losses} >= set(range(1, 13))
+    printed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"\d+ \d+\.\d+", line)]
+    assert printed == ["0", "6", "6", "12"], "after each micro-batch"
+
+
 def test_files_of_callbacks_follow_the_trust_rules_of_plugins(own, tmp_path, monkeypatch):
     config, project = tmp_path / "foreign.yaml", tmp_path / "project"
     (project / ".git").mkdir(parents=True)
@@ -254,7 +269,7 @@ V3_AVERAGES = {f"val/whole/v3/average/{figure}" for figure in ("perplexity", "ex
 SHOWN_TAGS = {
     "Training": {
         "loss": {"train/loss"} | SETS["loss"],
-        "loss by tokens": {"train/loss_by_tokens"},
+        "loss by tokens": {"loss/train_by_tokens"},
         "gradient norm": {"train/grad_norm"},
         "learning rate": {"train/lr"},
         "tokens per second": {"train/tokens_per_second"},
@@ -320,8 +335,9 @@ def test_lines_keep_their_time_and_evaluations_their_files(tmp_path):
     logger.close()
     events = read_events(tmp_path)
     assert [(p.step, p.value, p.wall_time) for p in events.Scalars(LOSS)] == [(1, 4.0, 1001.0), (2, 3.0, 1002.0)]
-    assert [(p.step, p.value) for p in events.Scalars("train/loss_by_tokens")] == [(16, 4.0), (32, 3.0)]
-    tags = ["test/accuracy_by_length", LOSS, "train/loss_by_tokens"]
+    assert [(p.step, p.value) for p in events.Scalars("loss/train_by_tokens")] == [(16, 4.0), (32, 3.0)]
+    assert [(p.step, p.value) for p in events.Scalars("loss/train")] == [(1, 4.0), (2, 3.0)]
+    tags = ["loss/train", "loss/train_by_tokens", "test/accuracy_by_length", LOSS]
     assert sorted(events.Tags()["scalars"]) == tags, "no step, tokens or time"
     assert not (tmp_path / "events.out.tfevents.1.host").exists()
 

@@ -31,7 +31,7 @@ from stackexp.config.model import SYMBOLS
 from stackexp.config.registry import build_class
 from stackexp.errors import ConfigError
 from stackexp.files import write_atomically
-from stackexp.metric_tags import TRAIN_LOSS
+from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
 from stackexp.runs import RunFolder
 
 EVALUATION = ".evaluation"  # suffix of the event files of `validate` and `test`, which a resumed run keeps
@@ -148,11 +148,13 @@ Layout = dict[str, dict[str, list[str]]]  # group -> title of a chart -> regular
 
 TRAINING = {
     "loss": ["train/loss$", r"val/loss/[^/]*$"],
-    "loss by tokens": ["train/loss_by_tokens"],
+    "loss by tokens": ["loss/train_by_tokens"],
     "gradient norm": ["train/grad_norm"],
     "learning rate": ["train/lr"],
     "tokens per second": ["train/tokens_per_second"],
 }
+FIRST_TAGS = {TRAIN_LOSS: "loss/train", AVERAGE_LOSS: "loss/validation"}
+"""Tags that TensorBoard shows again as the first group of its first tab, which sorts groups by name."""
 VALIDATION = {
     "loss": [r"val/(whole/)?loss/.*"],
     "perplexity": [r"val/(whole/)?perplexity/.*"],
@@ -240,13 +242,14 @@ class RunTensorBoard(TensorBoardLogger):
             self._add(summary.value)
 
     def log_line(self, line: dict[str, Any]) -> None:
-        """Write one line of metrics.jsonl: each tag by step, and the training loss also by tokens."""
+        """Write one line of metrics.jsonl: tags by step, losses again in the group `loss`, training loss by tokens."""
         tags = {tag: value for tag, value in line.items() if tag not in NOT_TAGS and value is not None}
+        tags |= {first: tags[tag] for tag, first in FIRST_TAGS.items() if tag in tags}
         values = [value for tag in tags for value in scalar(tag, tags[tag]).value]
         # One event for all tags: passing an event to the writer's thread takes longer than making it.
         self._add(values, line["step"], line["time"])
         if TRAIN_LOSS in line:
-            self.experiment.add_scalar("train/loss_by_tokens", line[TRAIN_LOSS], line["tokens"], walltime=line["time"])
+            self.experiment.add_scalar("loss/train_by_tokens", line[TRAIN_LOSS], line["tokens"], walltime=line["time"])
         if self._heat_maps.add(line) and time.monotonic() - self._drawn_at > HEAT_MAP_SECONDS:
             self._write_heat_maps(line["step"])
 

@@ -103,7 +103,7 @@ def test_tensorboard_has_the_metrics(fitted):
     run, _ = fitted
     events = EventAccumulator(str(run.path), size_guidance={"scalars": 0}).Reload()
     assert {e.step: e.value for e in events.Scalars("train/loss")} == pytest.approx(losses(run))
-    assert [e.step for e in events.Scalars("train/loss_by_tokens")] == [256 * step for step in range(1, 13)]
+    assert [e.step for e in events.Scalars("loss/train_by_tokens")] == [256 * step for step in range(1, 13)]
     tags = set(events.Tags()["scalars"])
     assert {"train/lr", "train/grad_norm"} <= tags
     assert {"train/tokens_per_second", "train/flops_per_second"} <= tags
