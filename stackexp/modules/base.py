@@ -143,6 +143,13 @@ class TrainingModule(pl.LightningModule):
         decay = self.config.trainer.ema_decay
         return None if decay is None else WeightAverage(self.model, decay)
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Update the weights, then their average, which the checkpoint of the step includes."""
+        average = self.weight_average  # created before the first update, it starts at the initial weights
+        super().optimizer_step(*args, **kwargs)
+        if average is not None:
+            average.update(self.global_step + 1)
+
     def compute_objective(self, losses: Losses, output: DecoderOutput, samples: Tensor) -> Tensor:
         """Return cross entropy + z_loss x mean squared log-partition function + lambda x mean action entropy.
 

@@ -20,7 +20,7 @@ from stackexp.planning.memory_use import count_shards
 from stackexp.training.callbacks.downstream import Downstream
 from stackexp.training.callbacks.metrics_log import MetricsLog, Progress
 from stackexp.training.callbacks.profiler import Profiler
-from stackexp.training.callbacks.steps import AverageWeights, MissedValidation, StepRequests, Throughput
+from stackexp.training.callbacks.steps import MissedValidation, StepRequests, Throughput
 from stackexp.training.checkpointing import StepCheckpoint, build_strategy
 from stackexp.training.lightning_internals import keep_signal_handlers
 from stackexp.training.processes import Processes
@@ -58,8 +58,7 @@ def build_callbacks(
 
     `tasks` are the benchmarks of `evaluation.tasks`. Raises ConfigError if one of `trainer.callbacks` cannot be built.
 
-    1. Measure: throughput and `metric_callbacks` add their values to `module.step_metrics`; the average of
-       the weights is updated.
+    1. Measure: throughput and `metric_callbacks` add their values to `module.step_metrics`.
     2. Request: stop and save requests are added to the same metrics.
     3. Log: one all-reduce shares metrics and requests. Rank 0 writes them to the log, and the progress shows them.
     4. Save: the checkpoint is written after the log. This callback also acts on the requests shared in step 3.
@@ -74,7 +73,6 @@ def build_callbacks(
     return [
         *([Profiler(start.folder.path, config.trainer.profile)] if config.trainer.profile else []),
         Throughput(),
-        *([AverageWeights()] if config.trainer.ema_decay is not None else []),
         *metric_callbacks,
         StepRequests(stop, config.trainer.checkpoint_interval_minutes),
         metrics_log,

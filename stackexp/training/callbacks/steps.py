@@ -1,4 +1,4 @@
-"""Callbacks that act once per optimizer step: requests, throughput, averaged weights, missed validations."""
+"""Callbacks that act once per optimizer step: requests, throughput, missed validations."""
 
 import time
 from functools import cache
@@ -122,18 +122,6 @@ def get_peak_flops(device: torch.device) -> float:
     """Return the GPU's peak bfloat16 FLOP/s, or 0.0 for CPUs and unknown GPUs."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((device.peak_flops for device in DEVICES.values() if device.card in name), 0.0)
-
-
-class AverageWeights(StepCallback):
-    """Updates `module.weight_average`, which the checkpoint of the same step then includes."""
-
-    def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Start the average at the initial weights; a resumed run has loaded it already."""
-        super().on_train_start(trainer, module)
-        self._average = module.weight_average
-
-    def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        self._average.update(trainer.global_step)
 
 
 class MissedValidation(pl.Callback):
