@@ -162,7 +162,7 @@ def test_runs_on_other_data_are_left_out(tmp_path):
 
 def test_a_missing_loss_names_the_command_that_measures_it(tmp_path):
     write_ladder(tmp_path)
-    with pytest.raises(RunError, match=r"no finished run has a loss in column 'V2'; run `.* --sets v2`$"):
+    with pytest.raises(RunError, match=r"no finished run has a loss in column 'V2'; run `.*`--sets v2,v3`"):
         build_scaling([tmp_path], measure="V2")
 
 

@@ -51,12 +51,7 @@ NUM_RESAMPLES = 2000
 MIN_POINTS = 4
 """Bands need this many points: fewer residuals say nothing about the spread."""
 LEGEND_WIDTH = 36  # characters
-REMEDIES = {
-    **{group: f"run `python -m stackexp validate --run RUN --sets {group.lower()}`" for group in ("V2", "V3")},
-    OTHER: "run `python -m stackexp validate --run RUN`",
-    TRAINING: "choose another --loss",
-}
-"""Column -> how to get its losses."""
+REMEDY = "run `python -m stackexp validate --run RUN` (V2, V3: `--sets v2,v3`), or choose another --loss"
 
 
 class Point(NamedTuple):
@@ -197,7 +192,7 @@ def _read_points(
     sets = [name_sets(row, column) for row in rows]
     losses = [read_losses(row).get(column, (math.nan, None))[0] for row in rows]
     if all(map(math.isnan, losses)):
-        raise RunError(f"no finished run has a loss in column {column!r}; {REMEDIES[column]}")
+        raise RunError(f"no finished run has a loss in column {column!r}; {REMEDY}")
     if not any(loss > irreducible for loss in losses):
         highest = max(loss for loss in losses if not math.isnan(loss))
         raise RunError(f"--irreducible {irreducible:g}: above every loss ({column}, at most {highest:.3f}); use less")
@@ -210,7 +205,7 @@ def _read_points(
     for row, own, loss in zip(rows, sets, losses, strict=True):
         reason = ""
         if math.isnan(loss):
-            reason = f"no {column}, {REMEDIES[column]}"
+            reason = f"no {column}, {REMEDY}"
         elif own != most:
             reason = "scored on other sets than most runs"
         elif loss <= irreducible:

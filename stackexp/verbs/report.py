@@ -37,7 +37,7 @@ class ReportVerb(Verb):
     """
 
     builder = ""
-    source = argument("paths", "RUNS", "run folders, or folders of run folders", nargs="+", type=Path)
+    source = argument("paths", "RUNS", "run folders, or folders of them, such as a sweep's", nargs="+", type=Path)
     options: tuple[Argument, ...] = ()
 
     def add_arguments(self, parser: Parser) -> None:
@@ -87,10 +87,7 @@ class Compare(ReportVerb):
 
 
 class Formal(ReportVerb):
-    """Compare runs on formal languages with Table 1 of the paper, from their run folders.
-
-    RUNS are run folders, folders of run folders such as runs/formal_table, or a sweep's folder.
-    """
+    """Compare runs on formal languages with Table 1 of the paper, from their run folders."""
 
     builder = "reports.formal:build_formal"
     examples = (
@@ -116,10 +113,7 @@ class Formal(ReportVerb):
 
 
 class Ablation(ReportVerb):
-    """Compare the variants of a model with the paper's ablation, with differences from a baseline, paired by seed.
-
-    RUNS are run folders, folders of run folders, or a sweep's folder.
-    """
+    """Compare the variants of a model with the paper's ablation, with differences from a baseline, paired by seed."""
 
     builder = "reports.ablation:build_ablation"
     examples = (
@@ -132,8 +126,7 @@ class Ablation(ReportVerb):
 class Scaling(ReportVerb):
     """Fit power laws of the loss against parameters and against tokens, for each family of models.
 
-    RUNS are run folders, folders of run folders, or a sweep's folder. Families are the paper's variants and the kinds
-    of memory; --by separates them by options.
+    Families are the paper's variants and the kinds of memory; --by separates them by options.
     """
 
     builder = "reports.scaling:build_scaling"
@@ -158,7 +151,7 @@ class Scaling(ReportVerb):
 class Benchmarks(ReportVerb):
     """Compare the benchmarks of runs and baselines: a table of tasks, and the average over the training tokens.
 
-    RUNS are run folders, folders of run folders, and files that `evaluate --out` wrote.
+    RUNS may also be files that `evaluate --out` wrote.
     """
 
     builder = "reports.benchmarks:build_benchmarks"
@@ -168,7 +161,7 @@ class Benchmarks(ReportVerb):
 class Dynamics(ReportVerb):
     """Compare the training losses of runs over the tokens, raw and smoothed, and find where they cross the baseline.
 
-    RUNS are run folders, folders of run folders, or a sweep's folder. Unfinished runs are included.
+    Unfinished runs are included.
     """
 
     builder = "reports.dynamics:build_dynamics"
@@ -194,8 +187,8 @@ class Grid(ReportVerb):
 class Actions(ReportVerb):
     """Show when runs push and pop: the probability of each action over the layers, as in the paper's action study.
 
-    RUNS are run folders or folders of run folders. Runs without a stack are skipped. To run the paper's study:
-    `fit --config arithmetic/addition` and `fit --config arithmetic/multiplication`.
+    Runs without a stack are skipped. To run the paper's study: `fit --config arithmetic/addition` and
+    `fit --config arithmetic/multiplication`.
     """
 
     builder = "inspection.actions:build_actions"
@@ -224,9 +217,8 @@ class Efficiency(ReportVerb):
 class All(Verb):
     """Write one HTML page with the tables and figures of all runs in a folder. It opens offline.
 
-    The page has sections for the ablation, scaling, training dynamics, sweeps,
-    benchmarks, formal languages, actions in arithmetic, and files of `bench efficiency --out` in the folder. Sections
-    without runs are omitted.
+    The page has sections for the ablation, scaling, training dynamics, sweeps, benchmarks, formal languages, actions in
+    arithmetic, and files of `bench efficiency --out` in the folder. Sections without runs are omitted.
 
     With --update, it instead replaces the tables of a Markdown document: those between a comment with their command,
     `<!-- python -m stackexp report ... -->`, and `<!-- end of report -->`.
