@@ -106,7 +106,8 @@ def _build_table(rows: Sequence[Row]) -> Table:
         values = [row.get(key, ABSENT) for key in formal]
         scores = [value if isinstance(value, str) else f"{value:.3f}" for value in values]
         lines.append([name, *progress, format_loss(row.get("train_loss")), *scores, *_format_sets(row, "val", sets)])
-    for label, runs in group_bigrams(zip(names, rows, strict=True)):
+    intact = [(name, row) for name, row in zip(names, rows, strict=True) if not row["problem"]]
+    for label, runs in group_bigrams(intact):
         columns = [key for key in runs[0] if key.startswith("bigrams/")]
         means = {key: statistics.fmean(run[key] for run in runs if key in run) for key in columns}
         cells = [ABSENT, ABSENT, f"{runs[0]['tokens']:,}", *[ABSENT] * (3 + len(formal))]
