@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from stackexp.cli import main
 from stackexp.config import compose
 from stackexp.evaluation.evaluate import open_data
-from stackexp.evaluation.request import EvaluationRequest
-from stackexp.evaluation.resumable import PartialResults, compute_keys
+from stackexp.evaluation.request import EvaluationRequest, PartialResults, compute_keys
 from stackexp.files import read_json, read_json_lines
 from stackexp.models import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
@@ -203,7 +202,7 @@ def test_sets_can_be_given_on_the_command_line(fitted, corpus, tmp_path, monkeyp
 def test_long_evaluations_show_progress_on_standard_error(fitted, monkeypatch, capsys):
     evaluate(fitted, "--sets", "v2")
     assert capsys.readouterr().err == "", "it took less than QUIET_SECONDS"
-    monkeypatch.setattr("stackexp.evaluation.resumable.QUIET_SECONDS", 0)
+    monkeypatch.setattr("stackexp.evaluation.request.QUIET_SECONDS", 0)
     evaluate(fitted, "--sets", "v2")
     assert re.fullmatch(r"v2/c: loss \d.*100%.* 3/3 .*", capsys.readouterr().err.splitlines()[-1])
     evaluate(fitted, "--sets", "v2", "logging.progress_bar=false")

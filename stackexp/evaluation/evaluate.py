@@ -7,8 +7,7 @@ from pathlib import Path
 from stackexp.config import registry
 from stackexp.datamodules.base import ExperimentData
 from stackexp.errors import RunError, StoppedError
-from stackexp.evaluation.request import EvaluationRequest
-from stackexp.evaluation.resumable import ResumableEvaluation
+from stackexp.evaluation.request import EvaluationRequest, ResumableEvaluation
 from stackexp.models import checkpoints
 from stackexp.models.warm_start import warn_about_options
 from stackexp.terminal import set_up_log

@@ -22,8 +22,7 @@ from stackexp.datamodules.arithmetic import check_symbols
 from stackexp.errors import RunError
 from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.generation import continue_text
-from stackexp.evaluation.request import EvaluationRequest
-from stackexp.evaluation.resumable import ResumableEvaluation
+from stackexp.evaluation.request import EvaluationRequest, ResumableEvaluation
 from stackexp.models import checkpoints
 from stackexp.models.stack_recording import record_stacks
 from stackexp.modules.base import TrainingModule

@@ -15,8 +15,7 @@ import lightning.pytorch as pl
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.datamodules.base import ExperimentData
 from stackexp.errors import RunError
-from stackexp.evaluation.request import EvaluationRequest, Sets, Stage
-from stackexp.evaluation.resumable import ResumableEvaluation
+from stackexp.evaluation.request import EvaluationRequest, ResumableEvaluation, Sets, Stage
 from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS, AVERAGED_STEPS, TRAIN_LOSS
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
