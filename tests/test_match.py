@@ -7,7 +7,7 @@ import yaml
 
 from stackexp.cli import main
 from stackexp.config.compose import compose
-from stackexp.planning.match import QUANTITIES, match_models
+from stackexp.planning.cost import QUANTITIES, match_models
 from stackexp.sweeps import get_shipped_folder
 
 SMALL = ["model.hidden_size=64", "model.num_layers=3", "model.intermediate_size=96", "data.micro_batch_size=2"]
@@ -18,15 +18,14 @@ SMALL = ["model.hidden_size=64", "model.num_layers=3", "model.intermediate_size=
 )
 def test_no_neighbor_is_closer(by, vary):
     plain, to = [*SMALL, "model.memory=null"], compose(["quickstart"], SMALL)
-    match = match_models(["quickstart"], plain, to, by, vary)
+    target = QUANTITIES[by](to)
+    found, quantity = match_models(["quickstart"], plain, target, by, vary)
     step = 2 * to.model.num_heads if vary == "hidden_size" else 1
     values = {}
-    for value in (match.value - step, match.value, match.value + step):
+    for value in (found - step, found, found + step):
         values[value] = QUANTITIES[by](compose(["quickstart"], [*plain, f"model.{vary}={value}"]))
-    target = QUANTITIES[by](to)
-    assert match.target == target
-    assert match.quantity == values[match.value]
-    assert min(abs(value - target) for value in values.values()) == abs(match.quantity - target)
+    assert quantity == values[found]
+    assert min(abs(value - target) for value in values.values()) == abs(quantity - target)
 
 
 def test_the_printed_override_gives_the_printed_number(capsys):
@@ -43,11 +42,10 @@ def test_options_that_follow_from_the_varied_one_are_composed_again():
     """num_slots of stacktrans-normalized is num_layers, head_dim of full_dim is hidden_size / num_heads."""
     deep = compose(["quickstart"], [*SMALL, "model.memory=null", "model.num_layers=40"])
     arm = [*SMALL, "model.memory=stacktrans-normalized"]
-    match = match_models(["quickstart"], arm, deep, "flops", "num_layers")
-    config = compose(["quickstart"], [*arm, f"model.num_layers={match.value}"])
-    assert QUANTITIES["flops"](config) == match.quantity
+    value, flops = match_models(["quickstart"], arm, QUANTITIES["flops"](deep), "flops", "num_layers")
+    assert QUANTITIES["flops"](compose(["quickstart"], [*arm, f"model.num_layers={value}"])) == flops
     arm = [*SMALL, "model.memory=full_dim"]
-    assert match_models(["quickstart"], arm, deep, "parameters", "hidden_size").value > 64
+    assert match_models(["quickstart"], arm, QUANTITIES["parameters"](deep), "parameters", "hidden_size")[0] > 64
 
 
 @pytest.mark.parametrize("name", ["ablation", "ablation_small", "depth_memories"])

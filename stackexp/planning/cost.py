@@ -1,13 +1,18 @@
-"""Predict size, speed, time and memory of a training run, and suggest changes to one that does not fit."""
+"""Predict size, speed, time and memory of a training run, for `plan`, `match` and the dry run of a sweep."""
 
-from collections.abc import Iterator
+import bisect
+import functools
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from stackexp.config.compose import to_yaml
+from stackexp.config.compose import compose, to_yaml
 from stackexp.config.data import ShardsConfig
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.fields import get_field
+from stackexp.errors import ConfigError, RunError
 from stackexp.planning.devices import (
     DEFAULT_DEVICE,
     DEFAULT_MFU,
@@ -289,3 +294,46 @@ def _list_smaller_values(plan: TrainingPlan, key: str) -> list[Any]:
     # data without it have batch_size; a smaller one would be another experiment
     size = getattr(plan.config.data, key.partition(".")[2], 1)
     return [size >> i for i in range(1, size.bit_length())] if phase and phase.peak > plan.usable_bytes else []
+
+
+# The size at which two models cost the same
+
+MAX_SIZE = 1 << 20
+QUANTITIES: dict[str, Callable[[ExperimentConfig], float]] = {
+    "parameters": lambda config: make_plan(config).parameters,
+    "flops": lambda config: make_plan(config).flops_per_token,
+    "memory": lambda config: make_plan(config).peak,
+}
+
+
+def match_models(names: list[str], overrides: list[str], target: float, by: str, vary: str) -> tuple[int, float]:
+    """Return the value of model.`vary` at which the config of these names is closest to `target`, and its quantity.
+
+    The config is composed for each value, because other options may follow from it: `num_slots: ${model.num_layers}`.
+
+    Raises:
+        RunError: The model is too large even at the smallest value, or a value breaks a rule of the config.
+    """
+    config = compose(names, overrides)
+    step, largest = 1, get_field(type(config.model), vary)[1].get("max", MAX_SIZE)
+    if vary == "hidden_size":  # RoPE requires an even head size
+        memory = getattr(config.model, "memory", None)
+        step = math.lcm(2 * getattr(config.model, "num_heads", 1), getattr(memory, "num_heads", 1))
+
+    @functools.cache
+    def measure(units: int) -> float:
+        try:
+            return QUANTITIES[by](compose(names, [*overrides, f"model.{vary}={units * step}"]))
+        except ConfigError as error:
+            raise RunError(f"match: {error}; vary another option") from error
+
+    if measure(1) > target:
+        raise RunError(f"match: no model.{vary} makes the model as small as the other one in {by}; vary another option")
+    high = 2
+    while measure(high) < target:
+        high *= 2
+        if high * step > largest:
+            raise RunError(f"match: model.{vary} would have to exceed {largest}; vary another option")
+    reached = bisect.bisect_left(range(high), target, lo=high // 2, key=measure)
+    closest = min((max(1, reached - 1), reached), key=lambda units: abs(measure(units) - target))
+    return closest * step, measure(closest)

@@ -7,6 +7,7 @@ from stackexp.errors import RunError
 from stackexp.planning.devices import DEFAULT_DEVICE, DEFAULT_MFU, DEVICES
 from stackexp.verbs.parser import Parser, Verb
 
+MATCHED = {"parameters": "parameters", "flops": "training FLOPs per token", "memory": "peak bytes per rank"}
 VARIED = ("intermediate_size", "hidden_size", "num_layers")
 
 
@@ -66,7 +67,7 @@ class Match(Verb):
         parser.add_config()
         parser.add_argument("--to", action="append", default=[], metavar="NAME_OR_PATH", help="the model to equal")
         by = "quantity to match: parameters, training FLOPs per token, or peak memory (default: %(default)s)"
-        parser.add_argument("--by", choices=("parameters", "flops", "memory"), default="parameters", help=by)
+        parser.add_argument("--by", choices=MATCHED, default="parameters", help=by)
         vary = f"option of the model to change: {', '.join(VARIED)} (default: {VARIED[0]})"
         parser.add_argument("--vary", choices=VARIED, default=VARIED[0], metavar="OPTION", help=vary)
 
@@ -79,10 +80,10 @@ class Match(Verb):
         config, to = compose(args.config, args.overrides), compose(args.to, [])
         if not hasattr(config.model, args.vary):
             args.parser.error(f"--vary {args.vary}: model.kind {config.model.kind} has no such option")
-        from stackexp.planning.match import QUANTITIES, TITLES, match_models
+        from stackexp.planning.cost import QUANTITIES, match_models
 
-        before = QUANTITIES[args.by](config)
-        match = match_models(args.config, args.overrides, to, args.by, args.vary)
-        print(f"{TITLES[args.by]}: {before:,.0f}, to match {match.target:,.0f}")
-        print(f"use {match.option}={match.value}: {match.quantity:,.0f} ({match.mismatch:+.4%})")
+        before, target = QUANTITIES[args.by](config), QUANTITIES[args.by](to)
+        value, quantity = match_models(args.config, args.overrides, target, args.by, args.vary)
+        print(f"{MATCHED[args.by]}: {before:,.0f}, to match {target:,.0f}")
+        print(f"use model.{args.vary}={value}: {quantity:,.0f} ({quantity / target - 1:+.4%})")
         return 0
