@@ -13,7 +13,7 @@ from stackexp.config.data import TASKS
 from stackexp.config.layers import find_config, get_group_folder, list_catalog, list_config_names, list_sections
 from stackexp.config.yaml_files import get_configs_folder, list_yaml_names, read_purpose
 from stackexp.planning.cost import build_meta_model
-from stackexp.sweeps.grid import expand
+from stackexp.sweeps.schema import expand
 from stackexp.sweeps.sweep import load_sweep
 
 CURRICULUM = {"curriculum_steps": 700, "curriculum_start": 3}  # of the formal-language baselines

@@ -27,7 +27,7 @@ from stackexp.reports.formal_runs import (
     select_recipe,
 )
 from stackexp.reports.report import Report, Table, new_figure, save_figure
-from stackexp.sweeps.grid import format_value
+from stackexp.sweeps.schema import format_value
 from stackexp.tables import ABSENT
 from stackexp.tasks import TASKS
 

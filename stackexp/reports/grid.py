@@ -17,7 +17,7 @@ from stackexp.errors import RunError
 from stackexp.frame import read_run
 from stackexp.reports.arms import group_bigrams
 from stackexp.reports.report import Report, Table
-from stackexp.sweeps.grid import Values, format_value, shorten_keys
+from stackexp.sweeps.schema import Values, format_value, shorten_keys
 from stackexp.sweeps.sweep import COPY, Sweep, load_last_run
 from stackexp.sweeps.trials import Trial, read_objective
 from stackexp.tables import ABSENT, Style, format_table

@@ -34,7 +34,7 @@ from stackexp.reports.arms import (
 )
 from stackexp.reports.arms import SIZES as MODEL_SIZES
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table, new_figure
-from stackexp.sweeps.grid import format_value, shorten_keys
+from stackexp.sweeps.schema import format_value, shorten_keys
 from stackexp.tables import ABSENT
 
 BASELINE = "Transformer"

@@ -11,8 +11,7 @@ from typing import Any
 from stackexp.errors import ConfigError
 from stackexp.files import read_json, read_json_lines, write_json
 from stackexp.metric_tags import AVERAGED_STEPS, TRAIN_LOSS
-from stackexp.sweeps.grid import format_label
-from stackexp.sweeps.schema import Space
+from stackexp.sweeps.schema import Space, format_label
 from stackexp.sweeps.sweep import Sweep
 from stackexp.sweeps.trials import State, Trial, get_state, read_objective, read_tail
 

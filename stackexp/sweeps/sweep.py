@@ -20,8 +20,7 @@ from stackexp.config.yaml_files import Leaf, Tree, display_path, read_file, read
 from stackexp.errors import ConfigError, suggest_name
 from stackexp.runs import RunFolder
 from stackexp.sweeps import get_shipped_folder, list_shipped
-from stackexp.sweeps.grid import Values, expand, format_value, list_extremes
-from stackexp.sweeps.schema import SweepConfig
+from stackexp.sweeps.schema import SweepConfig, Values, expand, format_value, list_extremes
 from stackexp.sweeps.trials import Trial, compute_config_hash
 
 COPY = "sweep.yaml"
