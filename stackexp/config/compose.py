@@ -2,35 +2,31 @@
 
     config = compose(["quickstart"], ["model.memory=queue", "trainer.max_steps=100"])
 
-Every error is a ConfigError of one line. Interpolations (`${data.vocab_size}`, `${div:a,b}`) are resolved last.
+Every error is a ConfigError of one line. Interpolations are resolved last: `${data.vocab_size}`, and `${div:a,b}`, the
+exact quotient of two integers.
 """
 
 import copy
 import dataclasses
 import functools
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, InterpolationValidationError, OmegaConfBaseException
 
 from stackexp.config import data, memory, model  # noqa: F401
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.fields import (
+    Origins,
     config_error,
     find_dataclass,
     get_field,
     validate,
     wrong_value_error,
-)
-from stackexp.config.interpolation import (
-    describe_error,
-    find_environment_texts,
-    find_interpolated_keys,
-    list_keys,
-    resolve,
 )
 from stackexp.config.layers import Layers, find_config, find_origin, list_sections
 from stackexp.config.registry import SECTIONS, find_kinds_with, get_entry, import_plugin, list_kinds
@@ -93,8 +89,8 @@ def compose(
     layers.tree["plugins"] = Leaf([import_plugin(name, folder) for name, folder in layers.plugins], "")
     schema = _build_schema(layers.tree)
     config, origins = _convert(schema, layers.tree)
-    config.environment_texts = find_environment_texts(schema)
-    config.interpolated_keys = find_interpolated_keys(schema)
+    config.environment_texts = _find_environment_texts(schema)
+    config.interpolated_keys = _find_interpolated_keys(schema)
     arguments = {"": (is_training,), "model.memory.": (config.model,), "schedule.": (config.trainer,)}
     validate(config, origins, arguments)
     return config
@@ -141,7 +137,7 @@ def _convert(root: DictConfig, tree: Tree) -> tuple[Any, dict[str, str]]:
     """Fill a schema from a tree and resolve interpolations; return the dataclass and the origins of its values."""
     origins = {key: leaf.origin for key, leaf in _iterate_leaves(tree)}
     _fill(root, tree, "", root)
-    resolve(root, origins)
+    _resolve(root, origins)
     return OmegaConf.to_object(root), origins
 
 
@@ -190,7 +186,7 @@ def _build_kind(section: str, group: str, value: Leaf | Tree) -> DictConfig:
     try:
         return _build_structure(cls)
     except OmegaConfBaseException as error:
-        raise config_error(find_origin(kind), f"{section}.kind", f"{cls.__name__}: {describe_error(error)}") from error
+        raise config_error(find_origin(kind), f"{section}.kind", f"{cls.__name__}: {_describe_error(error)}") from error
 
 
 def _fill(node: DictConfig, tree: Tree, path: str, root: DictConfig) -> None:
@@ -234,7 +230,7 @@ def _set_value(
             node[name] = str(value) if hint is str and value is not None else value
     except (OmegaConfBaseException, OverflowError) as error:  # an integer that is too large for a float
         if isinstance(value, str) and "${" in value:
-            raise config_error(origin, key, f"malformed interpolation {value}: {describe_error(error)}") from error
+            raise config_error(origin, key, f"malformed interpolation {value}: {_describe_error(error)}") from error
         if message := explain_old_value(key, value):
             raise config_error(origin, key, message) from error
         raise wrong_value_error(origin, key, hint, metadata, value) from error
@@ -251,7 +247,7 @@ def _suggest_key(name: str, path: str, root: DictConfig) -> str:
     section = path.rstrip(".")
     if kinds := find_kinds_with(name, SECTIONS.get(section, "")):
         return f"; it exists for {section}.kind: {', '.join(kinds)}"
-    known = list_keys(root)
+    known = _list_keys(root)
     if OmegaConf.get_type(root) is ExperimentConfig:
         known += [section for section in list_sections() if any(key.startswith(f"{section}.") for key in known)]
     siblings = {key.removeprefix(path).split(".")[0] for key in known if key.startswith(path)}
@@ -259,3 +255,117 @@ def _suggest_key(name: str, path: str, root: DictConfig) -> str:
     found = candidates.get(find_closest(name, siblings) or "")
     found = found or next((key for key in known if key.split(".")[-1] == name), None)
     return f"; did you mean {found!r}?" if found else f"; {section or 'a config'} has {', '.join(sorted(siblings))}"
+
+
+# Interpolation
+
+
+def _resolve(root: DictConfig, origins: Origins) -> None:
+    """Resolve all interpolations.
+
+    Raises ConfigError if a value is missing, or if an interpolation has the wrong type or no value.
+    """
+    for key, node, name in _iterate_slots(root):
+        if node._get_node(name)._value() == "???":
+            raise config_error(origins.get(key, ""), key, f"a value is required; set it with {key}=VALUE")
+    for key, node, name in _iterate_slots(root):
+        if OmegaConf.is_interpolation(node, name):
+            try:
+                node[name]
+            except (OmegaConfBaseException, RecursionError) as error:
+                message = _describe_failure(node._get_node(name)._value(), error, root, origins)
+                raise config_error(origins.get(key, ""), key, message) from error
+
+
+def _iterate_slots(node: DictConfig | ListConfig, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the full key of every value, and the node and name (or index) that hold it.
+
+    The items of a list have the key of the list.
+    """
+    is_list = isinstance(node, ListConfig)
+    for name in range(len(node)) if is_list else list(node):
+        key = path if is_list else f"{path}.{name}".lstrip(".")
+        child = node._get_node(name)  # type: ignore[arg-type]
+        if isinstance(child, DictConfig | ListConfig) and not child._is_none() and not child._is_interpolation():
+            yield from _iterate_slots(child, key)
+        else:
+            yield key, node, name
+
+
+def _find_names(text: str) -> list[str]:
+    return re.findall(r"\$\{([\w.]+)\}", text)
+
+
+def _find_interpolated_keys(root: DictConfig) -> set[str]:
+    """Return the keys that other options interpolate."""
+    texts = (node._get_node(name)._value() for _, node, name in _iterate_slots(root))
+    return {key for text in texts if isinstance(text, str) for key in _find_names(text)}
+
+
+def _find_environment_texts(root: DictConfig) -> dict[str, str]:
+    """Return the unresolved text of paths, URLs and names that contain `${oc.env:NAME}`, by key.
+
+    Options that affect training are excluded, because a run folder must contain their values.
+    """
+    found = {}
+    for key, node, name in _iterate_slots(root):
+        cls, text = OmegaConf.get_type(node), node._get_node(name)._value()
+        if isinstance(text, str) and "${oc.env:" in text and isinstance(node[name], str):
+            is_set = key.startswith(("data.validation.", "data.test."))
+            metadata = get_field(cls, name)[1] if dataclasses.is_dataclass(cls) else {}
+            if is_set or metadata.get("affects", "training") != "training":
+                found[key] = text
+    return found
+
+
+def _list_keys(node: DictConfig) -> list[str]:
+    """Return the full keys of all single values and of all empty mappings."""
+    keys = []
+    for name in node:
+        child = node._get_node(name)
+        if isinstance(child, DictConfig) and not child._is_none() and len(child) > 0:
+            keys += [f"{name!s}.{key}" for key in _list_keys(child)]
+        else:
+            keys.append(str(name))
+    return keys
+
+
+def _describe_failure(text: str, error: Exception, root: DictConfig, origins: Origins) -> str:
+    """Return why the interpolation `text` has no value, with the origin of another key that is the cause."""
+    slots = ((key, node, name) for key, node, name in _iterate_slots(root) if OmegaConf.is_interpolation(node, name))
+    texts = {key: node._get_node(name)._value() for key, node, name in slots}
+    if isinstance(error, RecursionError) or _is_circular(text, texts):
+        return f"circular interpolation {text}"
+    for key in _find_names(text):
+        if key in texts:
+            where = f"{origins[key]}: " if origins.get(key) else ""
+            return f"{text} requires {key}: {where}{_describe_failure(texts[key], error, root, {})}"
+    if isinstance(error, InterpolationKeyError):
+        known = _list_keys(root)
+        unknown = [name for name in _find_names(text) if name not in known]
+        return f"unknown key in the interpolation {text}{suggest_name(unknown[0], known) if unknown else ''}"
+    if isinstance(error, InterpolationValidationError):
+        return f"the interpolation {text} has the wrong type: {_describe_error(error).split(': ', 1)[-1]}"
+    return f"cannot resolve the interpolation {text}: {_describe_error(error)}"
+
+
+def _is_circular(text: str, texts: dict[str, str], seen: tuple[str, ...] = ()) -> bool:
+    return any(
+        key in seen or (key in texts and _is_circular(texts[key], texts, (*seen, key))) for key in _find_names(text)
+    )
+
+
+def _describe_error(error: Exception) -> str:
+    """Return the first line of an OmegaConf error."""
+    return str(error).strip().split("\n")[0].removeprefix("ValueError raised while resolving interpolation: ")
+
+
+def _divide(numerator: int, denominator: int) -> int:
+    if type(numerator) is not int or type(denominator) is not int:
+        raise ValueError(f"div requires two integers, found {numerator!r} and {denominator!r}")
+    if denominator == 0 or numerator % denominator:
+        raise ValueError(f"{numerator} is not divisible by {denominator}")
+    return numerator // denominator
+
+
+OmegaConf.register_resolver("div", _divide, replace=True, annotation_validation="off")
