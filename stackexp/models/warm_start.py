@@ -125,7 +125,8 @@ def match_tensors(path: Path, stored: Mapping[str, torch.Size], model: nn.Module
         )
     names = [name for name in wanted if name in stored]
     advice = "use the model options of these weights, or add the name to warm_start.skip"
-    checkpoints.check_shapes(path, *({name: of[name] for name in names} for of in (stored, wanted)), advice)
+    found, expected = ({name: shapes[name] for name in names} for shapes in (stored, wanted))
+    checkpoints.check_shapes(path, found, expected, advice)
     new, dropped = _group(shapes.keys() - set(names)), _group(stored.keys() - shapes.keys())
     lists = [("initialized as usual", new), ("dropped", dropped)]
     rest = "".join(f"; {title}: {', '.join(group)}" for title, group in lists if group)
