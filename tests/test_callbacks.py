@@ -21,9 +21,8 @@ from stackexp.training.callbacks import steps
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.callbacks.steps import StepRequests, Throughput, get_peak_flops, raise_if_stopped
-from stackexp.training.checkpointing import StepCheckpoint
+from stackexp.training.checkpointing import Start, StepCheckpoint
 from stackexp.training.lightning_internals import rescale_progress
-from stackexp.training.resume import Start
 from stackexp.training.signals import STOP_SIGNALS, StopRequest, parse_seconds
 from stackexp.training.trainer import build_callbacks
 

@@ -18,7 +18,7 @@ from stackexp.errors import FolderBusyError, RunError
 from stackexp.models import checkpoints
 from stackexp.runs import MANIFEST, RunFolder, read_manifest, write_manifest
 from stackexp.training.callbacks.metrics_log import MetricsLog
-from stackexp.training.resume import check_resumable, find_start
+from stackexp.training.checkpointing import check_resumed_config, find_start
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_log_shorter_than_the_checkpoint_is_refused(config, unfinished, damage):
 )
 def test_the_first_option_that_prevents_resuming_is_named(tmp_path, override, difference):
     with pytest.raises(RunError, match=re.escape(difference)):
-        check_resumable(tmp_path, make_state(), compose(["quickstart"], [override]))
+        check_resumed_config(tmp_path, make_state(), compose(["quickstart"], [override]))
 
 
 @pytest.mark.parametrize(
@@ -266,15 +266,15 @@ def test_the_first_option_that_prevents_resuming_is_named(tmp_path, override, di
 )
 def test_devices_duration_and_logging_may_change_on_resume(tmp_path, overrides):
     keys = [text.partition("=")[0] for text in overrides]
-    check_resumable(tmp_path, make_state(), compose(["quickstart"], overrides), overridden=keys)
+    check_resumed_config(tmp_path, make_state(), compose(["quickstart"], overrides), overridden=keys)
 
 
 def test_an_option_that_is_newer_than_the_checkpoint_must_have_its_default(tmp_path):
     state = make_state()
     del state["stackexp"]["config"]["model"]["qkv_bias"]
-    check_resumable(tmp_path, state, compose(["quickstart"]))
+    check_resumed_config(tmp_path, state, compose(["quickstart"]))
     with pytest.raises(RunError, match=r"model.qkv_bias is None in the checkpoint, True in the config"):
-        check_resumable(tmp_path, state, compose(["quickstart"], ["model.qkv_bias=true"]))
+        check_resumed_config(tmp_path, state, compose(["quickstart"], ["model.qkv_bias=true"]))
     del state["stackexp"]["config"]["model"]["memory"]
     with pytest.raises(RunError, match=r"model.memory"):
-        check_resumable(tmp_path, state, compose(["quickstart"]))
+        check_resumed_config(tmp_path, state, compose(["quickstart"]))

@@ -18,10 +18,10 @@ from stackexp.runs import MANIFEST, RunFolder, format_resume_command
 from stackexp.terminal import set_up_log, wrap_text
 from stackexp.training.callbacks.downstream import load_tasks
 from stackexp.training.callbacks.metrics_log import MetricsLog
+from stackexp.training.checkpointing import Start, find_start
 from stackexp.training.loggers import build_loggers
 from stackexp.training.objectives import Objective, Session, build_objective
 from stackexp.training.processes import start_processes
-from stackexp.training.resume import Start, find_start
 from stackexp.training.signals import StopRequest
 from stackexp.training.trainer import build_callbacks, build_trainer, check_model_fits, find_device_type
 

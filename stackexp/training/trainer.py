@@ -21,10 +21,9 @@ from stackexp.training.callbacks.downstream import Downstream
 from stackexp.training.callbacks.metrics_log import MetricsLog, Progress
 from stackexp.training.callbacks.profiler import Profiler
 from stackexp.training.callbacks.steps import MissedValidation, StepRequests, Throughput
-from stackexp.training.checkpointing import StepCheckpoint, build_strategy
+from stackexp.training.checkpointing import Start, StepCheckpoint, build_strategy
 from stackexp.training.lightning_internals import keep_signal_handlers
 from stackexp.training.processes import Processes
-from stackexp.training.resume import Start
 from stackexp.training.signals import StopRequest
 
 
