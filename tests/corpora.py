@@ -29,7 +29,7 @@ def write_many(folder: Path, count: int) -> Path:
 
 def prepare_set(source: Path, folder: Path, **options: Any) -> Corpus | None:
     """Prepare a small set: 300 token ids unless a tokenizer is given, sequences of 64 tokens, one process."""
-    names = ("tokenizer", "vocab_size", "context_length", "unit_bytes", "columns", "dtype")
+    names = ("tokenizer", "vocab_size", "context_length", "unit_bytes", "columns", "dtype", "packing")
     settings = {"context_length": 64} | {name: options.pop(name) for name in names if name in options}
     if "tokenizer" not in settings:
         settings.setdefault("vocab_size", 300)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from stackexp.data.packing import Packing
 from stackexp.data.readers import ALL_TEXT, Columns, Piece, check_columns, read_pieces
 from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet
 from stackexp.data.sources import TOKEN_SUFFIXES, Source, find_sources, walk
@@ -49,6 +50,7 @@ class Preparation:
     unit_bytes: int = UNIT_BYTES
     columns: Columns = ALL_TEXT
     dtype: str | None = None  # of raw token files
+    packing: Packing = "concatenate"
 
     def __post_init__(self) -> None:
         assert (self.tokenizer is None) != (self.vocab_size is None)
@@ -116,6 +118,7 @@ class Preparation:
             "unit bytes": self.unit_bytes,
             **self.columns.record(),
             **({"dtype": self.dtype} if self.dtype else {}),
+            **({"packing": self.packing} if self.packing != "concatenate" else {}),
             "sources": [source.record for source in self.sources],
         }
 
@@ -175,7 +178,7 @@ def prepare(
             names = [name_unit(unit) for unit in plan.units]
             if not is_part:
                 _delete_units(folder, keep=set(names))
-            job = UnitJob(folder, tokenizer, plan.context_length, plan.columns, plan.dtype, strict)
+            job = UnitJob(folder, tokenizer, plan.context_length, plan.columns, plan.dtype, strict, plan.packing)
             first, step = (part[0] - 1, part[1]) if part else (0, 1)
             write_units(job, plan.units[first::step], workers or len(os.sched_getaffinity(0)))
             if is_part:

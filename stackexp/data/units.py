@@ -27,6 +27,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from stackexp.data.packing import BestFitPacker, Packing
 from stackexp.data.readers import Advance, BadLine, Columns, FilteredOut, Piece, TokenBlock, read_pieces
 from stackexp.data.shards import SHARD_BYTES, Corpus, choose_token_dtype, describe_columns
 from stackexp.data.sources import Source, UnreadableSourceError
@@ -59,6 +60,8 @@ class Unit:
     bytes: int = 0
     bad_lines: int = 0
     filtered_documents: int = 0
+    cut_documents: int = 0  # only of best-fit packing, as the next field
+    cut_by_concatenation: int = 0
     tail: list[int] = field(default_factory=list)  # the last tokens, fewer than a sequence
     tokenizer: str = ""  # fingerprint
     sources: list[list] = field(default_factory=list)  # name, size, modification time (ns)
@@ -112,16 +115,20 @@ def write_unit(
     tokenizer: Tokenizer,
     context_length: int,
     sources: Iterable[Source] = (),
+    packing: Packing = "concatenate",
 ) -> Unit:
     """Tokenize documents and write them to `folder`, which is empty, as a unit."""
     unit = Unit(tokenizer=compute_fingerprint(tokenizer), sources=[source.record for source in sources])
     writer = SequenceWriter(folder, context_length, choose_token_dtype(get_vocab_size(tokenizer)))
+    packer = BestFitPacker(writer.write, context_length, get_end_of_text_id(tokenizer))
     for block in tokenize_pieces(_count_others(items, unit, folder / BAD_LINES), tokenizer):
-        writer.write(block.ids)
+        (packer if packing == "best_fit" else writer).write(block.ids)
         unit.documents += block.documents
         unit.bytes += block.bytes
         unit.tokens += len(block.ids)
-    unit.tail = writer.close().tolist()
+    rest = packer.close()
+    unit.tail = [*rest.tolist(), *writer.close().tolist()]  # one of them is empty
+    unit.cut_documents, unit.cut_by_concatenation = packer.cut, packer.cut_by_concatenation
     write_json(folder / RECORD, asdict(unit), indent=0)
     for path in folder.iterdir():
         with open(path, "rb") as file:
@@ -158,6 +165,7 @@ class UnitJob:
     columns: Columns
     dtype: str | None  # of raw token files
     strict: bool  # stop at the first bad line
+    packing: Packing
 
 
 def write_units(job: UnitJob, units: Sequence[list[Source]], workers: int) -> None:
@@ -211,7 +219,7 @@ class UnitWriter:
         temporary.mkdir()
         try:
             items = (item for source in sources for item in self._read(source))
-            write_unit(temporary, items, self.tokenizer, self.job.context_length, sources)
+            write_unit(temporary, items, self.tokenizer, self.job.context_length, sources, self.job.packing)
             try:
                 temporary.rename(folder)
             except OSError:
@@ -353,6 +361,8 @@ def merge_units(
         dropped_tokens=dropped,
         bad_lines=sum(unit.bad_lines for unit in units),
         filtered_documents=sum(unit.filtered_documents for unit in units),
+        cut_documents=sum(unit.cut_documents for unit in units),
+        cut_by_concatenation=sum(unit.cut_by_concatenation for unit in units),
         sources=sources,
     )
     with open(folder / BAD_LINES, "wb") as log:

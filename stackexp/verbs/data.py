@@ -55,6 +55,8 @@ class Prepare(Verb):
         tokenizer.add_argument("--vocab-size", type=at_least(300), metavar="N", help=vocab_size)
         context_length = "tokens per sequence (default: %(default)s)"
         parser.add_argument("--context-length", type=at_least(2), default=2048, metavar="N", help=context_length)
+        packing = "concatenate (default): cut at every sequence end; best_fit: cut few documents"
+        parser.add_argument("--packing", choices=("concatenate", "best_fit"), default="concatenate", help=packing)
         parser.add_argument("--text-column", default="text", metavar="NAME", help="column of the text (%(default)s)")
         parser.add_argument(
             "--filter",
@@ -79,7 +81,7 @@ class Prepare(Verb):
         from stackexp.data.readers import Columns
 
         columns = Columns(args.text_column, tuple(args.filter))
-        names = ("source", "tokenizer", "vocab_size", "context_length", "unit_bytes", "dtype")
+        names = ("source", "tokenizer", "vocab_size", "context_length", "unit_bytes", "dtype", "packing")
         plan = Preparation(columns=columns, **{name: getattr(args, name) for name in names})
         corpus = prepare(plan, args.to, workers=args.workers, strict=args.strict, part=args.part)
         if corpus is None:
@@ -117,6 +119,8 @@ def _print_corpus(corpus: "Corpus", folder: Path) -> None:
 
     size = f"{corpus.documents:,} documents, {corpus.bytes:,} bytes, {corpus.tokens:,} tokens"
     print(wrap_text(f"{folder}: {size}, {corpus.sequences:,} sequences of {corpus.context_length}", indent=2))
+    if corpus.cut_by_concatenation:
+        print(f"{corpus.cut_documents:,} documents cut; concatenation would cut {corpus.cut_by_concatenation:,}")
     if corpus.filtered_documents:
         print(f"{corpus.filtered_documents:,} documents filtered out")
     print(f"{corpus.bad_lines:,} bad lines{':' if corpus.bad_lines else ''}")
