@@ -2,24 +2,19 @@
 
 import pytest
 import torch
+from small_models import make_model, make_tokens
 
 from stackexp import stack
-from stackexp.config import registry
-from stackexp.config.memory import StackMemoryConfig
-from stackexp.config.model import TransformerConfig
 
 
 def make_decoder(**options):
     """Build a small decoder with seed 0 and a stack on the time axis."""
-    memory = StackMemoryConfig(axis="time", num_heads=2, head_dim=4, num_slots=5, read="top", **options)
-    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 16}
-    torch.manual_seed(0)
-    return registry.build("model", TransformerConfig(vocab_size=7, memory=memory, **sizes))
+    return make_model({"axis": "time", "num_slots": 5, "read": "top"} | options, torch.float32, num_layers=2)
 
 
 @pytest.fixture
 def tokens():
-    return torch.randint(7, (3, 9), generator=torch.Generator().manual_seed(1))
+    return make_tokens(9, batch=3)
 
 
 @pytest.mark.parametrize("feedback", [False, True])

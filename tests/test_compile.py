@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+import small_models
 import torch
+from small_models import VOCAB, B, make_tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
@@ -16,17 +18,14 @@ from stackexp.config.memory import (
     ManifoldHyperConnectionsConfig,
     ResidualScaleConfig,
     ResidualStackConfig,
-    StackMemoryConfig,
     ValueSkipConfig,
 )
-from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import compute_document_ids
 from stackexp.evaluation.generation import continue_text
 from stackexp.models.transformer import Cache, Transformer
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.metrics import probe_memories
 
-VOCAB, B, T = 13, 2, 9
 VARIANTS = {
     "transformer": None,
     "stacktrans": {},
@@ -51,17 +50,8 @@ def reset_dynamo():
     counters.clear()
 
 
-def make_model(variant: str, **options) -> Transformer:
-    torch.manual_seed(0)
-    memory = VARIANTS[variant]
-    if isinstance(memory, dict):
-        memory = StackMemoryConfig(**{"num_heads": 2, "head_dim": 4, "num_slots": 2} | memory)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 2, "intermediate_size": 24}
-    return Transformer(TransformerConfig(**sizes | options, num_heads=4, num_kv_heads=2, memory=memory))
-
-
-def make_tokens() -> torch.Tensor:
-    return torch.randint(VOCAB, (B, T), generator=torch.Generator().manual_seed(1))
+def make_model(variant: str, num_layers: int = 2) -> Transformer:
+    return small_models.make_model(VARIANTS[variant], torch.float32, num_layers=num_layers)
 
 
 def run(model, tokens, **options) -> tuple:

@@ -4,29 +4,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import VOCAB, make_model
 
 from stackexp.cli import main
-from stackexp.config.memory import StackMemoryConfig
-from stackexp.config.model import TransformerConfig
 from stackexp.evaluation.loading import load_run
 from stackexp.models.generation import generate, keep_nucleus, sample_tokens
-from stackexp.models.transformer import Transformer
 
-VOCAB = 17
 PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
-
-
-def make_model(axis=None, **memory):
-    torch.manual_seed(0)
-    if axis:
-        memory = StackMemoryConfig(axis=axis, num_heads=2, head_dim=4, num_slots=3, **memory)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
-    return Transformer(TransformerConfig(**sizes, intermediate_size=24, memory=memory or None)).double()
 
 
 @pytest.mark.parametrize("axis", [None, "depth", "time", "token_major"])
 def test_greedy_decoding_matches_full_forward_passes(axis):
-    model = make_model(axis, eval_num_slots=5) if axis else make_model()
+    model = make_model({"axis": axis, "eval_num_slots": 5} if axis else None)
     expected = PROMPT
     model.eval()
     for _ in range(8):
@@ -39,7 +28,7 @@ def test_greedy_decoding_matches_full_forward_passes(axis):
 
 
 def test_sampling_is_reproducible_with_a_generator():
-    model = make_model("depth")
+    model = make_model({"axis": "depth"})
     draws = [generate(model, PROMPT, 12, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
     assert draws[0].shape == (2, 15)
     assert torch.equal(draws[0], draws[1])

@@ -1,30 +1,21 @@
 """StackAttn: comparison with a slow loop and with a list, cached decoding, gradients and FLOPs."""
 
 import pytest
+import small_models
 import torch
+from small_models import B, T, make_tokens
 
-from stackexp.config import registry
 from stackexp.config.memory import StackAttentionConfig
-from stackexp.config.model import TransformerConfig
 from stackexp.models.memories.stack_attention import ComputeTops
 from stackexp.models.transformer import Cache
 
-VOCAB, B, T = 7, 2, 9
 
-
-def make_model(dtype=torch.float64, seed=0, **options):
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "num_kv_heads": 2}
-    config = TransformerConfig(**sizes, intermediate_size=24, memory=StackAttentionConfig(), **options)
-    model = registry.build("model", config).to(dtype)
+def make_model(**options):
+    model = small_models.make_model(StackAttentionConfig(), **options)
     with torch.no_grad():
         for memory in model.memories:
             memory.actions.bias.normal_()
     return model
-
-
-def make_tokens(length=T):
-    return torch.randint(VOCAB, (B, length), generator=torch.Generator().manual_seed(1))
 
 
 def random_actions(length, batch=B, seed=0):
