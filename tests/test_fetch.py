@@ -200,7 +200,7 @@ def test_files_of_another_tokenizer_are_not_overwritten(fetch, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["v4"], "expected v2 or v3, found 'v4'"),
+        (["v4"], "invalid choice: 'v4'"),
         (["v2", "--only", "pyle"], "not a set of v2; did you mean 'pile'?"),
         (["v2", "--mirror", "no-such-folder"], "--mirror no-such-folder: no such folder"),
         (["v2", "--mirror", "s3://bucket"], "expected http://..., https://... or a folder"),

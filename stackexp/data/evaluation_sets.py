@@ -199,7 +199,6 @@ def _open_tokens(path: Path, config: DataConfig, tokenizer: KnownTokenizer | Non
 
 
 def _check_tokens(path: Path, file: TokenFile, config: DataConfig, tokenizer: KnownTokenizer | None) -> None:
-    """Raise RunError if the ids do not belong to the model's vocabulary."""
     target = tokenizer.path if tokenizer else "TOKENIZER.json"
     command = f"data retokenize {path} --to FOLDER --from ITS-TOKENIZER.json --tokenizer {target}"
     advice = f"convert it with: python -m stackexp {command}"

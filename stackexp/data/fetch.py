@@ -70,7 +70,6 @@ def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None) -> dict[
 
 
 def _find_complete(olmo_set: OlmoSet, folder: Path) -> FileRecord | None:
-    """Return the record of a set that is already complete."""
     path = olmo_set.file(folder)
     try:
         record = read_record(path)

@@ -57,14 +57,14 @@ class Filter:
         is_plain = re.fullmatch(r"[^=!<>\s\"'](.*\S)?", self.value, re.DOTALL)
         return f"{self.column}{self.comparison}" + (self.value if is_plain else f'"{self.value}"')
 
-    def parse_number(self, kind: type) -> Any:
-        """Return the value as a number to compare with numbers of this kind, or None if it is not a number."""
-        for number in {int: (int, float), Decimal: (Decimal,)}.get(kind, (float,)):
-            try:
-                return number(self.value)
-            except (ValueError, ArithmeticError):
-                continue
-        return None
+    @property
+    def number(self) -> Decimal | None:
+        """The value as a number, or None if it is not a finite one."""
+        try:
+            number = Decimal(self.value)
+        except ArithmeticError:
+            return None
+        return number if number.is_finite() else None
 
     def accepts(self, value: Any) -> bool:
         """Return True if a number or a string satisfies the condition; None and NaN never do.
@@ -74,14 +74,14 @@ class Filter:
         if value is None or value != value:
             return False
         if isinstance(value, str):
-            if self.comparison not in ("==", "!=") and self.parse_number(float) is not None:
+            if self.comparison not in ("==", "!=") and self.number is not None:
                 raise ValueError(f"{self.column} is text, which {self.comparison} compares as letters")
             return COMPARISONS[self.comparison](value, self.value)
         if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
             raise ValueError(f"{self.column} is of type {type(value).__name__}, neither number nor text")
-        if (reference := self.parse_number(type(value))) is None:
+        if self.number is None:
             raise ValueError(f"{self.column} is a number, {self.value!r} is not")
-        return COMPARISONS[self.comparison](value, reference)
+        return COMPARISONS[self.comparison](Decimal(repr(value)) if isinstance(value, float) else value, self.number)
 
 
 @dataclass(frozen=True)
@@ -399,7 +399,8 @@ def _find_columns(source: Source, schema: "pa.Schema", columns: Columns) -> tupl
         except ValueError as e:
             raise RunError(f"{source.path}: --filter '{condition}': {e}; correct or remove the filter") from e
         if str(kind) in ROUNDED_KINDS:
-            rounded = np.array(condition.parse_number(float), ROUNDED_KINDS[str(kind)])
+            assert condition.number is not None, "accepts has compared it"
+            rounded = np.array(float(condition.number), ROUNDED_KINDS[str(kind)])
             condition = replace(condition, value=repr(float(rounded)))
         filters.append(condition)
     return list(dict.fromkeys(names)), Columns(columns.text, tuple(filters))

@@ -172,7 +172,6 @@ class Retokenizer:
 
 
 def _find_complete(path: Path, origin: dict[str, Any]) -> FileRecord | None:
-    """Return the record of a complete file with this origin."""
     try:
         record = TokenFile(path).record
     except RunError:

@@ -222,7 +222,7 @@ def publish(temporary: Path, path: Path, record: FileRecord) -> None:
     for outdated in [old, *old.parent.glob(f".{glob.escape(old.name)}.*")]:
         outdated.unlink(missing_ok=True)
     temporary.replace(path)
-    write_record(path, record)
+    write_json(old, {key: value for key, value in asdict(record).items() if value is not None}, indent=1)
 
 
 @contextmanager
@@ -232,13 +232,6 @@ def explain_failed_writes(path: Path, remedy: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(f"{error.filename or path}: cannot be written ({error.strerror or error}); {remedy}") from error
-
-
-def write_record(path: Path, record: FileRecord) -> None:
-    """Write the record of the token file `path`, atomically."""
-    write_json(
-        get_record_path(path), {key: value for key, value in asdict(record).items() if value is not None}, indent=1
-    )
 
 
 def write_token_file(

@@ -155,7 +155,8 @@ class Fetch(Verb):
 
     def add_arguments(self, parser: Parser) -> None:
         names = sorted({name for names in olmo.NAMES.values() for name in names}, key=str.lower)
-        parser.add_argument("version", nargs="*", metavar="v2|v3", help=f"13 sets, 11 sets: {', '.join(names)}")
+        version = f"13 sets, 11 sets: {', '.join(names)}"
+        parser.add_argument("version", nargs="+", choices=list(olmo.NAMES), metavar="v2|v3", help=version)
         parser.add_argument(
             "--only", nargs="+", action="extend", default=[], metavar="SET", help="fetch only these sets"
         )
@@ -182,13 +183,8 @@ class Fetch(Verb):
 
 
 def _choose_sets(args: Namespace) -> list[olmo.OlmoSet]:
-    versions = [version for argument in args.version for version in split_names(argument)]
-    for version in versions:
-        if version not in olmo.NAMES:
-            args.parser.error(f"expected v2 or v3, found {version!r}")
-    if not versions:
-        args.parser.error("expected v2 or v3")
-    sets = [olmo_set for version in olmo.NAMES if version in versions for olmo_set in olmo.list_olmo_sets(version)]
+    versions = sorted(set(args.version))
+    sets = [olmo_set for version in versions for olmo_set in olmo.list_olmo_sets(version)]
     only = [name for argument in args.only for name in split_names(argument)]
     names = sorted({olmo_set.name for olmo_set in sets}, key=str.lower)
     for name in only:
