@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -150,7 +151,7 @@ def open_set(name: str, path: Path, config: DataConfig, tokenizer: KnownTokenize
     Raises RunError if the set is missing or damaged, has ids outside the model's vocabulary, was made with another
     tokenizer, or is too short for one chunk.
     """
-    tokens: np.ndarray | Concatenated
+    tokens: Any  # an array or Concatenated
     bytes_per_token: float | None
     if _is_set(path):
         tokens, bytes_per_token, identity = _open_prepared(path, config, tokenizer)
