@@ -79,7 +79,6 @@ def format_reference() -> str:
 
 
 def _iterate(cls: type, prefix: str, kind: str) -> Iterator[Key]:
-    """Yield the keys of a dataclass, then those of its sections."""
     hints, sections = typing.get_type_hints(cls), []
     for field in dataclasses.fields(cls):
         name, hint = f"{prefix}{field.name}", hints[field.name]
@@ -93,9 +92,8 @@ def _iterate(cls: type, prefix: str, kind: str) -> Iterator[Key]:
         if name in SECTIONS:
             kinds = ", ".join(list_kinds(SECTIONS[name]))
             default = _format_default((getattr(ExperimentConfig(), name, None) or {}).get("kind"))
-            yield Key(
-                f"{name}.kind", "", f"one of {kinds}", default, "The kind of the section; decides its other keys."
-            )
+            description = "The kind of the section; decides its other keys."
+            yield Key(f"{name}.kind", "", f"one of {kinds}", default, description)
             for section_kind in list_kinds(SECTIONS[name]):
                 yield from _iterate(get_entry(SECTIONS[name], section_kind).config, f"{name}.", section_kind)
         elif inner is not None:

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -43,6 +43,8 @@ class Sweep:
     config: SweepConfig
     origins: dict[str, str]
     overrides: tuple[str, ...] = ()
+    _composed: dict[str, ExperimentConfig] = field(default_factory=dict, compare=False)  # by values without the seed
+    _search_trials: dict[Path, Trial | None] = field(default_factory=dict, compare=False)  # None: of another search
 
     @property
     def name(self) -> str:
@@ -107,11 +109,6 @@ class Sweep:
                 self._search_trials[path] = self._load_search_trial(RunFolder(path))
         return [trial for path, trial in sorted(self._search_trials.items()) if trial and path.exists()]
 
-    @cached_property
-    def _search_trials(self) -> dict[Path, Trial | None]:
-        """The trials in the folder, which are loaded once; None: of another search."""
-        return {}
-
     def _load_search_trial(self, folder: RunFolder) -> Trial | None:
         """Return the trial in a folder if its values are in the search space, and composing them gives its hash."""
         assert self.config.search is not None
@@ -154,11 +151,6 @@ class Sweep:
             return config
         self._composed[key] = config = self._compose(values)
         return config
-
-    @cached_property
-    def _composed(self) -> dict[str, ExperimentConfig]:
-        """A composed config for each combination of values without the seed."""
-        return {}
 
     def _compose(self, values: Values) -> ExperimentConfig:
         """Compose the config of a trial. Errors name the line of the sweep that set the value."""

@@ -143,7 +143,8 @@ class Worker:
                 self._collect_ended()
                 if self._signal or is_stop_requested(folder):
                     self._stop()
-                self._prune()
+                for trial in self._study.find_pruned(list(self._running)) if self._study else []:
+                    self._send_stop(trial)
                 is_over = self._start_trials()
                 self._changes.update(self._list_watched())
                 time.sleep(POLL_SECONDS)
@@ -260,11 +261,6 @@ class Worker:
             lock.close()
             del self._running[trial]
             self._recheck_at = 0.0
-
-    def _prune(self) -> None:
-        """Stop the trials that the search has pruned."""
-        for trial in self._study.find_pruned(list(self._running)) if self._study else []:
-            self._send_stop(trial)
 
     def _send_stop(self, trial: Trial) -> None:
         """Request a running trial to save and exit. srun forwards SIGUSR1 to the trial, but SIGTERM would end srun."""

@@ -150,7 +150,6 @@ def _open_cache(lm: Any, output: Path | None, identity: list[Any]) -> Iterator[A
 def _report(
     model: BenchmarkModel, options: BenchmarkOptions, scored: dict[str, TaskScores], output: Path | None
 ) -> None:
-    """Print the table, and add the scores to the output file."""
     amount = "all documents" if options.limit is None else f"the first {options.limit} documents of each task"
     print(f"{wrap_text(f'{model.checkpoint}, {amount}, mean ± standard error')}\n\n{format_tasks(scored)}")
     for name, scores in scored.items():

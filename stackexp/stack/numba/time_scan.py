@@ -122,8 +122,6 @@ def _check_inputs(sizes: Sizes, batch_shape: torch.Size, inputs: list[Tensor | N
 
 
 class _Scan(torch.autograd.Function):
-    """The scan with gradients."""
-
     @staticmethod
     def forward(ctx, sizes: Sizes, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         tensors = _run_forward(sizes, inputs)

@@ -139,8 +139,6 @@ def scan(
 
 
 class _Scan(torch.autograd.Function):
-    """The scan with gradients."""
-
     @staticmethod
     def forward(
         ctx: FunctionCtx, options: ScanOptions, num_empty: int, interval: int, *inputs: Tensor | None

@@ -31,7 +31,6 @@ from stackexp.stack.triton.time_scan_math import compute_read_weights, read_back
 
 @triton.jit
 def _activate(b_inner, settings: tl.constexpr):
-    """Apply identity or tanh."""
     if settings.activation != "identity":
         b_falling = tl.exp(-2 * tl.abs(b_inner))
         b_size = (1 - b_falling) / (1 + b_falling)
