@@ -3,6 +3,7 @@
 import io
 import json
 import resource
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from corpora import TEXTS, prepare_set
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stackexp.cli import main
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import Chunks, TokenFile, get_record_path, write_token_file
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer, train_tokenizer
@@ -204,7 +206,21 @@ def text_set(tokenizer, tmp_path_factory) -> Path:
     return folder / "set"
 
 
+def write_megatron(path, ids, dtype="<i4", append_eod=True):
+    """Write ids as Megatron's preprocess_data.py does: path.bin and path.idx, a sequence per document."""
+    documents = [d if append_eod else d[:-1] for d in np.split(ids, np.flatnonzero(ids == 0) + 1) if len(d)]
+    lengths = np.array([len(document) for document in documents], "<i4")
+    np.concatenate(documents).astype(dtype).tofile(path)
+    starts = np.concatenate([[0], lengths.cumsum()[:-1]]).astype("<i8") * np.dtype(dtype).itemsize
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, {"<i4": 4, "<u2": 8}[dtype], len(lengths), len(lengths) + 1)
+    bounds = np.arange(len(lengths) + 1, dtype="<i8")
+    path.with_suffix(".idx").write_bytes(header + lengths.tobytes() + starts.tobytes() + bounds.tobytes())
+
+
 WRITERS = {
+    "megatron.bin": write_megatron,
+    "megatron16.bin": lambda path, ids: write_megatron(path, ids, "<u2"),
+    "without-eod.bin": lambda path, ids: write_megatron(path, ids, append_eod=False),
     "raw.npy": lambda path, ids: ids.astype("<u2").tofile(path),
     "raw.bin": lambda path, ids: ids.astype("<u2").tofile(path),
     "real.npy": lambda path, ids: np.save(path, ids.astype(np.int64)),
@@ -278,6 +294,44 @@ def test_raw_uint32_ids_are_prepared_with_their_type(tokenizer, ids, text_set, t
     corpus = prepare_set(tmp_path / "a.npy", tmp_path / "set", tokenizer=tokenizer, dtype="uint32")
     assert (corpus.tokens, corpus.documents) == (len(ids), len(DOCUMENTS))
     assert np.array_equal(TokenSet(tmp_path / "set")[3], TokenSet(text_set)[3])
+
+
+def damage_index(path: Path, begin: int, data: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[begin : begin + len(data)] = data
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: damage_index(path, 0, b"TNTIDX\0\0\0"), "a.idx: not an index of Megatron; rename it"),
+        (lambda path: path.write_bytes(b"x"), "a.idx: not an index of Megatron"),
+        (lambda path: damage_index(path, 9, b"\2"), "version 2 with ids of type 4 is not supported"),
+        (lambda path: damage_index(path, 17, b"\7"), "version 1 with ids of type 7 is not supported"),
+        (lambda path: damage_index(path, 18, b"\xff" * 8), "a.idx: cut short"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "a.idx: cut short"),
+        (lambda path: damage_index(path, 34, b"\xff\xff\xff\xff"), "its sequences are not those of a.bin"),
+        (lambda path: damage_index(path, path.stat().st_size - 8, b"\x63"), "its sequences are not those of a.bin"),
+        (lambda path: path.with_suffix(".bin").write_bytes(b"1234"), "its sequences are not those of a.bin"),
+    ],
+)
+def test_a_damaged_index_of_megatron_is_one_line(tokenizer, ids, tmp_path, change, message):
+    write_megatron(tmp_path / "a.bin", ids)
+    change(tmp_path / "a.idx")
+    assert_refused(tmp_path / "a.bin", tmp_path / "to", message, tokenizer=tokenizer)
+
+
+def test_other_readers_of_token_files_read_megatron(tokenizer, ids, tmp_path, capsys):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_megatron(folder / "a.bin", ids, append_eod=False)
+    assert np.array_equal(TokenFile(folder / "a.bin").tokens, ids[ids != 0])
+    command = ["data", "retokenize", str(folder), "--to", str(tmp_path / "to")]
+    assert main([*command, "--from", str(tokenizer), "--tokenizer", str(tokenizer)]) == 0
+    assert np.array_equal(TokenFile(tmp_path / "to" / "a.bin").tokens, ids)
+    prepare_set(folder, tmp_path / "set", tokenizer=tokenizer)
+    assert "not read" not in capsys.readouterr().err, "the index is not a source that was skipped"
 
 
 def test_file_without_end_of_text_is_one_document_with_a_warning(tokenizer, tmp_path, capsys):

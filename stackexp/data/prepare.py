@@ -197,6 +197,7 @@ def _delete_units(folder: Path, keep: set[str]) -> None:
 def _report_skipped(source: Path, sources: list[Source]) -> None:
     """Print how many files of the folder have a suffix that is not read: they may be data in another format."""
     files = {str(path) for path in walk(source)} if source.is_dir() else set()
+    files -= {str(Path(source.path).with_suffix(".idx")) for source in sources if source.has_tokens}  # Megatron's
     if skipped := sorted(files - {source.path for source in sources}):
         suffixes = ", ".join(sorted({Path(path).suffix for path in skipped})[:8])
         print(f"files not read: {len(skipped)} with other suffixes ({suffixes}), such as {skipped[0]}", file=sys.stderr)

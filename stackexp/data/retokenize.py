@@ -51,7 +51,7 @@ class DocumentDecoder:
         The last document has no end if its ids have none. Raises RunError for an id that the tokenizer lacks.
         """
         rest: list[np.ndarray] = []
-        for block in file.read_blocks(max(self.known.vocab_size, end + 1), WRONG_IDS):
+        for block in file.read_blocks(max(self.known.vocab_size, end + 1), WRONG_IDS, end):
             *ended, last = np.split(block, np.flatnonzero(block == end) + 1)
             for ids in ended:
                 yield Piece(self._decode_ids(file, np.concatenate([*rest, ids])[:-1]), True)
@@ -151,7 +151,7 @@ class Retokenizer:
             end = find_end_of_text(file.tokens)
         if end is None:
             end = get_end_of_text_id(self.old.tokenizer)
-        if not count_token(file.tokens, end):
+        if file.document_ends is None and not count_token(file.tokens, end):
             if self.end_of_text is not None:
                 raise RunError(f"{file.path}: contains no id {end}; set --end-of-text to the id that ends documents")
             print_line(

@@ -1,4 +1,4 @@
-"""Files of token ids: raw little-endian numbers without a header, as OLMo writes them, real .npy files, or llm.c's.
+"""Files of token ids: raw little-endian numbers as OLMo writes them, real .npy files, llm.c's, and Megatron's.
 
 Preparation, retokenization, evaluation and fetching all read ids through `TokenFile.read_blocks`.
 
@@ -9,6 +9,7 @@ presence means that the file is complete and was checked.
 import glob
 import hashlib
 import io
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -31,6 +32,10 @@ BLOCK_TOKENS = 1 << 20
 # llm.c writes 256 int32 (magic number, version, number of ids, ...), then the ids.
 LLM_C_TYPES = {20240520: "<u2", 20240801: "<u4"}
 LLM_C_HEADER_BYTES = 1024
+# Megatron writes NAME.bin with raw ids, and NAME.idx: this magic, version, type, numbers of sequences and of document
+# bounds, then the lengths of the sequences (int32), their addresses (int64), and the document bounds in sequences.
+MEGATRON_MAGIC = b"MMIDIDX\0\0"
+MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 # Raw ids seem to be uint32 if every second uint16 is below TINY, but many of the others are not.
 TYPE_SAMPLE, MIN_TYPE_SAMPLE, TINY = 1 << 20, 8, 32
 
@@ -75,8 +80,9 @@ def read_record(path: Path) -> FileRecord | None:
 class TokenFile:
     """An open token file. `tokens` is a memory map [N] of the ids.
 
-    The type is that of the header of a real .npy or of llm.c, or `dtype`. Raw files without a header and without
-    `dtype` are uint16. Messages call the file `name` (default: its path).
+    The type is that of the header of a real .npy or of llm.c, of Megatron's index next to the file, or `dtype`. Raw
+    files without any of these are uint16. `document_ends` [documents] are the positions after the documents, which only
+    Megatron's index has; else None. Messages call the file `name` (default: its path).
 
     Raises RunError if the file is missing, empty or cut short, if its length differs from its record, or if its type is
     unknown: a raw file without a record, whose ids seem to have 4 bytes or whose vocabulary needs them.
@@ -88,6 +94,7 @@ class TokenFile:
         self.path = Path(path)
         self.name = name or str(path)
         self.record = read_record(self.path)
+        self.document_ends: np.ndarray | None = None
         try:
             size = self.path.stat().st_size
             if self.record and size != self.record.bytes:
@@ -113,6 +120,10 @@ class TokenFile:
             if size != LLM_C_HEADER_BYTES + count * kind.itemsize:
                 raise RunError(f"{self.name}: {size:,} bytes, but its header has {count:,} token ids; {REMEDY}")
             return np.memmap(self.path, kind, "r", LLM_C_HEADER_BYTES, (count,))
+        index = self.path.with_suffix(".idx")
+        if self.path.suffix == ".bin" and index.is_file():
+            kind, self.document_ends = read_megatron_index(index, self.path, size)
+            return np.memmap(self.path, kind, "r")
         is_unknown = self.record is None and dtype is None
         if is_unknown and (vocab_size or 0) > 1 << 16:
             raise RunError(f"{self.name}: raw ids of a vocabulary of {vocab_size:,}, of unknown type; {TYPE_REMEDY}")
@@ -136,10 +147,11 @@ class TokenFile:
         return np.memmap(self.path, array.dtype, "r", array.offset, (array.size,))
 
     def read_blocks(
-        self, vocab_size: int, advice: str = "give the tokenizer that made the file"
+        self, vocab_size: int, advice: str = "give the tokenizer that made the file", end: int | None = None
     ) -> Iterator[np.ndarray]:
-        """Yield all ids in order, in blocks [<= BLOCK_TOKENS].
+        """Yield all ids in order, in blocks of about BLOCK_TOKENS.
 
+        With `end`, the id is added to documents in Megatron's index that lack it: preprocessing without --append-eod.
         Raises RunError for an id outside the vocabulary, and at the end if the file differs from its record.
         """
         digest, position = hashlib.sha256(), 0
@@ -152,10 +164,45 @@ class TokenFile:
                     first = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
                     found = f"token id {ids[first]:,} at position {position + first:,}"
                     raise RunError(f"{self.name}: {found} is outside the vocabulary of {vocab_size:,}; {advice}")
-                yield ids
-                position += len(ids)
+                begin, position = position, position + len(ids)
+                yield ids if end is None else self._end_documents(ids, begin, end)
         if self.record and self.record.sha256 != digest.hexdigest():
             raise RunError(f"{self.name}: differs from its record (another SHA-256); {REMEDY}")
+
+    def _end_documents(self, ids: np.ndarray, begin: int, end: int) -> np.ndarray:
+        """Return ids [N] from position `begin` on, with `end` at the end of each document of the index."""
+        if self.document_ends is None:
+            return ids
+        first, last = np.searchsorted(self.document_ends, (begin, begin + len(ids)), "right")
+        ends = self.document_ends[first:last] - begin
+        return np.insert(ids, ends[ids[ends - 1] != end], end)
+
+
+def read_megatron_index(path: Path, tokens: Path, size: int) -> tuple[np.dtype, np.ndarray]:
+    """Return the type of the ids in the file `tokens` of `size` bytes, and the positions after its documents.
+
+    Raises RunError if the index is of another format, cut short, or does not fit the file.
+    """
+    remedy = f"rename it if it does not belong to {tokens.name}, or make both again"
+    with open(path, "rb") as file:
+        header = file.read(34)
+        if len(header) < 34 or not header.startswith(MEGATRON_MAGIC):
+            raise RunError(f"{path}: not an index of Megatron; {remedy}")
+        version, code, num_sequences, num_bounds = struct.unpack("<QBQQ", header[9:])
+        if version != 1 or code not in MEGATRON_TYPES:
+            raise RunError(f"{path}: version {version} with ids of type {code} is not supported; {remedy}")
+        if path.stat().st_size < 34 + 12 * num_sequences + 8 * num_bounds:
+            raise RunError(f"{path}: cut short; {remedy}")
+        lengths = np.fromfile(file, "<i4", num_sequences)
+        addresses = np.fromfile(file, "<i8", num_sequences)
+        bounds = np.fromfile(file, "<i8", num_bounds)
+    kind = np.dtype(MEGATRON_TYPES[code])
+    starts = np.concatenate([[0], lengths.astype(np.int64).cumsum()])
+    is_in_order = np.array_equal(addresses, starts[:-1] * kind.itemsize) and starts[-1] * kind.itemsize == size
+    if not is_in_order or (lengths < 0).any() or ((bounds < 0) | (bounds > num_sequences)).any():
+        raise RunError(f"{path}: its sequences are not those of {tokens.name}; {remedy}")
+    ends = np.unique(starts[np.append(bounds, num_sequences)])
+    return kind, ends[ends > 0]
 
 
 def _looks_like_uint32(words: np.ndarray) -> bool:

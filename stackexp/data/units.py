@@ -242,7 +242,7 @@ class UnitWriter:
         end, vocab_size = get_end_of_text_id(self.tokenizer), get_vocab_size(self.tokenizer)
         text_bytes, documents, last = count_token_bytes(self.tokenizer), 0, end
         file = TokenFile(source.path, dtype=self.job.dtype, vocab_size=vocab_size)
-        for ids in file.read_blocks(vocab_size):
+        for ids in file.read_blocks(vocab_size, end=end):
             if not documents and not has_exact_bytes(self.tokenizer) and not decodes_exactly(self.tokenizer, ids):
                 text_bytes = np.zeros_like(text_bytes)  # unknown without the text
             ends = int((ids == end).sum())

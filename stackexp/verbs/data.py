@@ -27,9 +27,9 @@ class Prepare(Verb):
 
     SOURCE is a file or a folder of .txt, .md, .rst or .py files (one document each), of .jsonl, .jsonl.gz, .json.gz or
     .jsonl.zst files (one document per line, under the key "text"), of .parquet files (one document per row, in the
-    column "text"), or of token files (.npy, .bin: NumPy's or llm.c's format, or raw uint16 like OLMo's, unless --dtype
-    names another type; documents end with end-of-text). After a kill, the same command resumes. Lines without a
-    document, or longer than 256 MiB, are counted and listed in FOLDER/bad_lines.log.
+    column "text"), or of token files (.npy, .bin: the format of NumPy, llm.c or Megatron with its .idx, or raw uint16
+    like OLMo's, unless --dtype names another type; documents end with end-of-text). After a kill, the same command
+    resumes. Lines without a document, or longer than 256 MiB, are counted and listed in FOLDER/bad_lines.log.
 
     --filter 'COLUMN OPERATOR VALUE' keeps the documents that fulfill a condition on another column of JSON Lines or
     parquet files; several --filter must all be fulfilled. OPERATOR is ==, !=, >=, <=, > or <. a.b is the field b of the
