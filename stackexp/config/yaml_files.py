@@ -151,10 +151,6 @@ def _read_section(text: str) -> dict[str, Any]:
     return flatten(upgrade_run_options(_Reader(text, lambda line: "").get_single_data()))
 
 
-REMOVED_VALUES = {("trainer", "cross_entropy", "liger"): "chunked"}
-"""Values of earlier versions, and those that replace them in the config of a run. Both give the same results."""
-
-
 def upgrade_run_options(tree: Tree) -> Tree:
     """Give the keys and values that an earlier version wrote to a run's config their current names, in place."""
     if "init" in tree:
@@ -166,11 +162,10 @@ def upgrade_run_options(tree: Tree) -> Tree:
         for key in old.keys() & {"tensorboard", "mirrors"}:
             del logging[key]
         logging["loggers"] = Leaf(names, "")
-    for (section, key, old_value), new_value in REMOVED_VALUES.items():
-        options = tree.get(section)
-        leaf = options.get(key) if isinstance(options, dict) else None
-        if old_value == (leaf.value if isinstance(leaf, Leaf) else leaf):
-            options[key] = Leaf(new_value, "")
+    trainer = tree.get("trainer")
+    loss = trainer.get("cross_entropy") if isinstance(trainer, dict) else None
+    if isinstance(trainer, dict) and (loss.value if isinstance(loss, Leaf) else loss) == "liger":
+        trainer["cross_entropy"] = Leaf("chunked", "")  # of the same results
     return tree
 
 

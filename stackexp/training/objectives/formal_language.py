@@ -94,7 +94,7 @@ class FormalLanguageObjective(Objective):
         _write_accuracy(folder.path, result)
 
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
-        """Return the accuracy by length as a table and a plot."""
+        """Return the accuracy by length as a table."""
         tested = f"tested checkpoint: step {result['tested_step']:,}"
         return f"{tested}, validation accuracy {result['validation_accuracy']:.3f}\n\n{self._format_accuracy(result)}"
 
