@@ -20,6 +20,7 @@ from stackexp.tables import format_table
 from stackexp.terminal import open_bar
 
 BLOCK = 1 << 22  # ids read at a time
+BAR_DELAY_SECONDS = 1.0  # small datasets have no progress bar
 SAMPLE_LENGTH = 256  # token ids
 SHOWN_IDS = 64  # ids shown of a sample without a tokenizer
 SHOWN_LINES, SHOWN_COLUMNS = 12, 160
@@ -71,7 +72,6 @@ class InspectOptions:
     samples: int = 3
     seed: int = 0
     tokenizer: KnownTokenizer | None = None
-    show_progress: bool = False
 
     def choose_samples(self, count: int) -> list[int]:
         """Return the sorted random indices of the samples among `count` items."""
@@ -190,7 +190,7 @@ def _inspect_prepared_set(inspection: Inspection, options: InspectOptions) -> No
     sources = f"{len(corpus.sources)}: {' ... '.join(ends)}" if ends else "0"
     inspection.figures |= {"sources": sources, "shards": len(entries)}
     inspection.figures["bytes_per_token"] = corpus.bytes / max(corpus.tokens, 1)
-    bar = open_bar(entries, desc="verifying shards", unit="shard", disable=not options.show_progress)
+    bar = open_bar(entries, desc="verifying shards", unit="shard", delay=BAR_DELAY_SECONDS)
     is_intact = [
         inspection.verify_file(path / entry["basename"], entry["hashes"]["sha256"], entry["bytes"]) for entry in bar
     ]
@@ -229,7 +229,7 @@ def _inspect_token_file(inspection: Inspection, options: InspectOptions) -> None
         end: int | None = record.end_of_text
     else:
         end = get_end_of_text_id(known.tokenizer) if known else find_end_of_text(tokens)
-    largest = _count_documents(inspection, tokens, end, options.show_progress)
+    largest = _count_documents(inspection, tokens, end)
     if record:
         names = ("tokenizer", "vocab_size", "source")
         inspection.figures |= {name: getattr(record, name) for name in names}
@@ -245,10 +245,10 @@ def _inspect_token_file(inspection: Inspection, options: InspectOptions) -> None
             inspection.samples[f"from token {begin:,}"] = options.decode(tokens[begin : begin + SAMPLE_LENGTH])
 
 
-def _count_documents(inspection: Inspection, tokens: np.ndarray, end: int | None, show_progress: bool) -> int:
+def _count_documents(inspection: Inspection, tokens: np.ndarray, end: int | None) -> int:
     """Describe the ids and the lengths of the documents, and return the largest id."""
     lengths, largest = None if end is None else DocumentLengths(end), 0
-    for begin in open_bar(range(0, len(tokens), BLOCK), desc="reading", disable=not show_progress):
+    for begin in open_bar(range(0, len(tokens), BLOCK), desc="reading", delay=BAR_DELAY_SECONDS):
         block = np.asarray(tokens[begin : begin + BLOCK])
         largest = max(largest, int(block.max()))
         if lengths:

@@ -39,14 +39,19 @@ def check_weights(path: Path) -> None:
         )
 
 
-def check_requested_sets(requests: Iterable[str], configured: Mapping[str, str | Path] | None, section: str) -> None:
-    """Check the words of --sets. `configured` are the sets in the config; None if they are not known yet.
+def check_requested_sets(
+    requests: Iterable[str], configured: Mapping[str, str | Path] | None, section: str
+) -> dict[str, Path]:
+    """Check the words of --sets, and return the paths of the sets that have a name.
+
+    `configured` are the sets in the config; None if they are not known yet.
 
     Raises:
         SetNameError: A word is malformed, or names no set or group.
         RunError: The path of a set does not exist.
     """
-    known = {version: olmo.DEFAULT_FOLDER / version for version in olmo.NAMES} | dict(configured or {})
+    known = {version: olmo.DEFAULT_FOLDER / version for version in olmo.NAMES}
+    known |= {name: Path(path) for name, path in (configured or {}).items()}
     for request in requests:
         name, equals, text = request.partition("=")
         group = name.split("/")[0]
@@ -59,6 +64,7 @@ def check_requested_sets(requests: Iterable[str], configured: Mapping[str, str |
         path = Path(text or known.get(group, "."))
         if not path.exists():
             raise RunError(explain_missing_set(group, path))
+    return known
 
 
 def explain_unknown_set(name: str, known: Sequence[str], section: str) -> str:

@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from stackexp.config.data import DataConfig, ShardsConfig, StdlibConfig, StreamConfig
-from stackexp.data import olmo
 from stackexp.data.evaluation_sets import EvaluationSet, find_sets, open_set
 from stackexp.data.path_checks import DataPaths, check_requested_sets, explain_unknown_set, format_prepare_options
 from stackexp.data.shards import TokenSet
@@ -66,9 +65,7 @@ class PretrainingData(ExperimentData):
         """
         needs_config = not all("=" in name for name in names)
         section = f"data.{SECTIONS[stage]}"
-        check_requested_sets(names, self._evaluation_paths(stage) if needs_config else None, section)
-        known = {version: olmo.DEFAULT_FOLDER / version for version in olmo.NAMES}
-        known |= self._evaluation_paths(stage) if needs_config else {}
+        known = check_requested_sets(names, self._evaluation_paths(stage) if needs_config else None, section)
         selected: dict[str, Path] = {}
         for name in names:
             found = _select_sets(name, known, section)
@@ -178,14 +175,14 @@ class StdlibData(PretrainingData):
 
 
 def _select_sets(request: str, known: Mapping[str, Path], section: str) -> dict[str, Path]:
-    """Return name and path of the sets that one item of --sets selects."""
+    """Return name and path of the sets that one item of --sets selects, which `check_requested_sets` has checked."""
     name, equals, path = request.partition("=")
     if equals:
         return find_sets(name, Path(path))
     if name in known:
         return find_sets(name, known[name])
     group = name.split("/")[0]
-    members = find_sets(group, known[group], warn_missing=False) if group in known and group != name else {}
+    members = find_sets(group, known[group], warn_missing=False)
     if name not in members:
         raise SetNameError(explain_unknown_set(name, [*known, *members], section))
     return {name: members[name]}

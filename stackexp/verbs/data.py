@@ -296,7 +296,7 @@ class Inspect(Verb):
         from stackexp.data.tokenizer import KnownTokenizer
 
         tokenizer = KnownTokenizer.read(args.tokenizer) if args.tokenizer else None
-        inspections = inspect_path(args.path, InspectOptions(args.samples, args.seed, tokenizer, sys.stderr.isatty()))
+        inspections = inspect_path(args.path, InspectOptions(args.samples, args.seed, tokenizer))
         if args.json:
             print(json.dumps([inspection.as_dict() for inspection in inspections], indent=2, ensure_ascii=False))
         else:
