@@ -45,9 +45,10 @@ def display_path(path: Path) -> str:
     return os.path.relpath(absolute, working) if absolute.startswith(working + os.sep) else absolute
 
 
-def list_yaml_names(folder: Path, pattern: str = "*.yaml") -> list[str]:
-    """Return the names of the YAML files in a folder, without their suffix, sorted."""
-    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob(pattern))
+@functools.cache
+def list_yaml_names(folder: Path, pattern: str = "*.yaml") -> tuple[str, ...]:
+    """Return the names of the YAML files in a shipped folder, without their suffix, sorted."""
+    return tuple(sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob(pattern)))
 
 
 def read_purpose(path: Path) -> str:

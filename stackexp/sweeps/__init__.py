@@ -15,7 +15,7 @@ def get_shipped_folder() -> Path:
     return get_configs_folder().parent / "sweeps"
 
 
-def list_shipped() -> list[str]:
+def list_shipped() -> tuple[str, ...]:
     """Return the names of the shipped sweeps, such as `ablation` and `formal/quick`."""
     return list_yaml_names(get_shipped_folder(), "**/*.yaml")
 

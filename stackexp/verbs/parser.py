@@ -59,7 +59,7 @@ def list_sweeps(**_: object) -> list[str]:
     """Return the shipped sweeps, for completion."""
     from stackexp.sweeps import list_shipped
 
-    return list_shipped()
+    return list(list_shipped())
 
 
 class Parser(argparse.ArgumentParser):
