@@ -89,6 +89,22 @@ def test_lines_above_the_limit_are_bad_lines(tmp_path, monkeypatch, name, compre
     assert text == "x" * (5 + 100 - empty - 1 + 5)
 
 
+def test_zstd_files_may_have_large_windows_and_several_frames(tmp_path):
+    """The Pushshift archives have windows of 2 GB; many readers refuse more than 128 MB."""
+    line, path = json.dumps({"text": "x"}).encode() + b"\n", tmp_path / "a.jsonl.zst"
+    parameters = zstandard.ZstdCompressionParameters(window_log=28)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    long = compressor.compress(line * 1000) + compressor.flush()
+    path.write_bytes(zstandard.compress(line) + long)
+    (source,) = find_sources(path)
+    assert len(list(readers.read_pieces(source))) == 1001
+    for cut in (1, len(long) - 3):  # in the middle and in the header of the second frame
+        path.write_bytes(zstandard.compress(line) + long[:-cut])
+        with pytest.raises(RunError, match=r"a\.jsonl\.zst: corrupt or cut short") as error:
+            list(readers.read_pieces(source))
+        assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path, name):
     text = "text\n" if name == "a.txt" else json.dumps({"text": "text\n"})
