@@ -159,7 +159,7 @@ class RunFolder:
             return None
         for source, sha256 in recorded.items():
             if compute_sha256(self.tokenizer) != sha256:
-                raise RunError(f"{self.tokenizer}: not the tokenizer that {source} ({sha256[:12]}); restore the file")
+                raise RunError(f"{self.tokenizer}: not the tokenizer that {source} ({sha256!s:.12}); restore the file")
         return self.tokenizer
 
     def read_tokenizer_hash(self) -> str | None:
@@ -400,7 +400,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise damaged_error(folder, f"{MANIFEST} is not an object")
     if not isinstance(manifest.get("files"), dict):
         manifest = {"step": None, "tokenizer": None, "files": manifest}
-    elif not _has_valid_hash(manifest):
+    elif not _has_valid_hash(manifest) or not manifest.keys() >= {"step", "tokenizer"}:
         raise damaged_error(folder, f"{MANIFEST} has changed since it was written")
     check_step(folder, manifest["step"])
     return manifest

@@ -160,6 +160,17 @@ def test_the_tokenizer_is_bound_to_the_run_and_its_checkpoints(config, tmp_path)
     assert folder.find_tokenizer() is None, "a run of an earlier version, or of formal languages"
 
 
+@pytest.mark.parametrize("value", [5, True, 0.5, {"a": 1}, [1], "x"])
+def test_a_damaged_record_of_the_tokenizer_is_one_line(config, tmp_path, value):
+    folder = runs.allocate_run(config)
+    with folder.start_session(config, tokenizer="{}"):
+        pass
+    sessions = json.loads(folder.environment.read_text())
+    folder.environment.write_text(json.dumps([sessions[0] | {"tokenizer_sha256": value}]))
+    with pytest.raises(RunError, match=r"not the tokenizer that environment.json records"):
+        folder.find_tokenizer()
+
+
 def test_the_instant_lock_of_a_status_does_not_make_a_folder_busy(config):
     folder = create_run(config)
     status = try_lock(folder.path / ".lock", shared=True)
