@@ -190,13 +190,6 @@ def test_environment_variables_in_paths_are_stored_unresolved(tmp_path, monkeypa
         load_config(tmp_path / "config.yaml")
 
 
-def test_numbers_are_decimal_with_leading_zeros_too(tmp_path):
-    (tmp_path / "x.yaml").write_text("seed: 010\noptimizer: {lr: 00.5}\ntrainer: {max_time: 01:00:30:00}\n")
-    config = compose(["quickstart", str(tmp_path / "x.yaml")], ["trainer.max_steps=0_900", "evaluation.tasks=[010]"])
-    assert (config.seed, config.optimizer.lr, config.trainer.max_steps) == (10, 0.5, 900)
-    assert (config.trainer.max_time, config.evaluation.tasks) == ("01:00:30:00", ["010"])
-
-
 def test_text_is_kept_as_written(tmp_path):
     overrides = ["logging.root=2025_07", "trainer.max_time=10:00:00:00", "data.kind=shards", "data.path=1e3"]
     for name in ("0123", "no", "1.10", "1e3"):

@@ -188,7 +188,7 @@ def test_errors_name_file_line_and_nearest_valid_name():
     assert get_error(grid={H: [1, 0]}) == f"study.yaml:4: {H}: expected an integer >= 1, found 0"
     assert get_error(grid={"model.memory.nm_heads": [1]}).endswith(f"unknown key; did you mean '{H}'?")
     assert "resorces: unknown key; did you mean 'resources'?" in get_error(resorces={})
-    assert "resources.time: expected 24:00:00 or" in get_error(resources={"time": 86400})
+    assert "resources.time: expected '24:00:00' or" in get_error(resources={"time": 86400})  # YAML's 24:00:00
     assert "study.yaml:1: unknown config 'quickstrt'; did you mean 'quickstart'?" in get_error(config="quickstrt")
     assert f"grid.{H}: expected at least one value" in get_error(grid={H: []})
     assert f"set center.{H}" in get_error(axes={H: [1, 2]})

@@ -30,7 +30,7 @@ from stackexp.config.fields import (
 )
 from stackexp.config.layers import Layers, find_config, find_origin, list_sections
 from stackexp.config.registry import SECTIONS, find_kinds_with, get_entry, import_plugin, list_kinds
-from stackexp.config.yaml_files import Leaf, Tree, upgrade_run_options
+from stackexp.config.yaml_files import NOT_DECIMAL, Leaf, Tree, explain_not_decimal, upgrade_run_options
 from stackexp.errors import find_closest, suggest_name
 
 RENAMED_KEYS = {
@@ -208,8 +208,11 @@ def _fill(node: DictConfig, tree: Tree, path: str, root: DictConfig) -> None:
             _fill(child, value, f"{key}.", root)
         else:
             plain = _to_plain(value)
-            if hint in (str, str | None) and isinstance(value, Leaf) and value.text is not None:
-                plain = value.text
+            written = (value.text or value.value) if isinstance(value, Leaf) else None
+            if hint in (str, str | None):
+                plain = written if isinstance(value, Leaf) and value.text is not None else plain
+            elif isinstance(written, str) and NOT_DECIMAL.fullmatch(written):
+                raise config_error(find_origin(value), key, explain_not_decimal(written))
             _set_value(node, name, plain, find_origin(value), key, hint, metadata)
 
 

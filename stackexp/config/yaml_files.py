@@ -57,10 +57,14 @@ def read_purpose(path: Path) -> str:
         return file.readline().lstrip("#").strip()
 
 
-class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """A YAML loader that keeps the origin of each value; `format_origin` returns that of a line, counted from 1.
+NOT_DECIMAL = re.compile(r"[-+]?0[0-9_]+(\.[0-9_]*)?([eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*(:[0-9_]+)+(\.[0-9_]*)?")
+"""Numbers that YAML 1.1 reads as octal (010 is 8) or in base 60 (1:30 is 90)."""
 
-    3e-4 is a number. Text are dates (2025-07-20), times (1:30) and numbers with leading zeros (010).
+
+class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """A YAML loader with OmegaConf's rules (3e-4 is a number, 2025-07-20 is text) that keeps the origin of each value.
+
+    `format_origin` returns the origin of a line, counted from 1.
     """
 
     def __init__(self, text: str, format_origin: Callable[[int], str]) -> None:
@@ -71,6 +75,7 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         return self.format_origin(node.start_mark.line + 1)
 
     def read_leaf(self, node: yaml.Node) -> Leaf:
+        self._check_items(node)
         try:
             value = self.construct_object(node, deep=True)
             return Leaf(value, self.get_origin(node), node.value if isinstance(value, int | float) else None)
@@ -79,6 +84,13 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         except Exception as error:  # PyYAML raises any exception for a value that does not match its !!tag
             reason = getattr(error, "problem", None) or error
             raise ConfigError(f"{self.get_origin(node)}: not valid YAML: {reason}") from error
+
+    def _check_items(self, node: yaml.Node) -> None:
+        """Raise ConfigError for a number in a list that is octal or in base 60."""
+        for item in node.value if isinstance(node, yaml.SequenceNode) else ():
+            if isinstance(item, yaml.ScalarNode) and not item.style and NOT_DECIMAL.fullmatch(item.value):
+                raise ConfigError(f"{self.get_origin(item)}: {explain_not_decimal(item.value)}")
+            self._check_items(item)
 
     def read_value(self, node: yaml.Node) -> Leaf | Tree:
         return self.read_mapping(node) if isinstance(node, yaml.MappingNode) and node.value else self.read_leaf(node)
@@ -96,18 +108,22 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         return tree
 
 
-NUMBERS = {
-    "int": r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$",
-    "float": r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
-    r"|[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$",
-}
-_REPLACED = (*(f":{name}" for name in NUMBERS), ":timestamp", ":merge", ":value")
 _Reader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(_REPLACED)]
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":merge", ":value"))]
     for first, resolvers in _Reader.yaml_implicit_resolvers.items()
 }
-for name, pattern in NUMBERS.items():
-    _Reader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(pattern), list("-+.0123456789"))
+_Reader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def explain_not_decimal(text: str) -> str:
+    """Return the error for a number that `NOT_DECIMAL` matches."""
+    if ":" in text:
+        return f"{text} is a number in base 60 in YAML; write a decimal number, or put text in quotes"
+    return f"{text} has a leading zero, which means octal in YAML; remove it, or put text in quotes"
 
 
 def read_file(path: Path) -> tuple[list[Leaf], Tree]:

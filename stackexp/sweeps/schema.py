@@ -36,7 +36,8 @@ class Resources:
     def find_errors(self) -> Errors:
         """Check the time limit."""
         if self.time is not None and not re.fullmatch(r"(\d+-)?\d+:\d\d(:\d\d)?", self.time):
-            yield "time", f"expected 24:00:00 or 1-12:00:00, found {self.time!r}"
+            quotes = " (in quotes: YAML reads 24:00:00 as a number)" if self.time.isdecimal() else ""
+            yield "time", f"expected '24:00:00' or '1-12:00:00'{quotes}, found {self.time!r}"
 
 
 @dataclass
