@@ -1,5 +1,6 @@
 """The commands in README.md and docs/ parse, and the configs they name compose."""
 
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -91,23 +92,90 @@ def test_the_example_sweeps_load(tmp_path, monkeypatch):
     assert [len(load_sweep(name).trials) for name in found] == [6, 4, 0]
 
 
+# Printed output. The command is in the first line of a block, `$ python -m stackexp ...`, or before the block.
+
+BLOCK = re.compile(
+    rf"(?:^    {PREFIX}(?P<before>.*)\n\n(?:[^`\n].*\n)*\n?)?```text\n(?P<text>(?:.*\n)*?)```", re.MULTILINE
+)
+
+
+def find_blocks(page: Path) -> dict[str, list[str]]:
+    """Return the printed lines of each block of a page by its command."""
+    blocks = {}
+    for match in BLOCK.finditer(page.read_text(encoding="utf-8")):
+        lines = match["text"].splitlines()
+        command = lines.pop(0).partition(PREFIX)[2] if lines[0].startswith(f"$ {PREFIX}") else match["before"] or ""
+        blocks[command] = lines
+    return blocks
+
+
+def run(command: str, capsys, code: int = 0) -> list[str]:
+    """Run a command and return what it prints, standard output or for an error standard error."""
+    capsys.readouterr()
+    assert cli.main(shlex.split(command)) == code
+    printed = capsys.readouterr()
+    return (printed.err if code else printed.out).splitlines()
+
+
+def assert_printed(expected: list[str], printed: list[str]) -> None:
+    """Check that the expected lines are printed in this order; `...` and a last blank line stand for others."""
+    found = iter(printed)
+    assert [line for line in expected if line not in ("", "...") and line not in found] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "start", "code"),
+    [
+        ("README.md", "fit --config quickstart model.memory.num_slot=8", 2),
+        ("docs/cluster.md", "plan ", 0),
+        ("docs/data.md", "plan ", 0),
+        ("docs/memories.md", "match ", 0),
+        ("docs/reports.md", "report ablation ", 0),
+    ],
+)
 @pytest.mark.process
-def test_the_printed_plan_is_current(capsys):
-    text = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
-    command, printed = re.search(rf"    {PREFIX}(plan .*)\n\n```text\n((?:.*\n)*?)```", text).groups()
-    assert cli.main(shlex.split(command)) == 0
-    assert capsys.readouterr().out == printed
-
-
-def test_the_printed_differences_are_current(capsys, monkeypatch):
+def test_printed_output_is_current(page, start, code, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs/reports.md").read_text(encoding="utf-8")
-    command, printed = re.search(
-        rf"    {PREFIX}(report ablation .*)\n\nprints.*\n\n```text\n((?:.*\n)*?)```", text
-    ).groups()
-    assert cli.main(shlex.split(command)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in printed.splitlines() if line not in lines] == []
+    (command, expected), *_ = [item for item in find_blocks(ROOT / page).items() if item[0].startswith(start)]
+    assert_printed(expected, run(command, capsys, code))
+
+
+@pytest.mark.process
+def test_the_printed_import_is_current(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/pretrained.md").read_text(encoding="utf-8")
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
+    blocks = find_blocks(ROOT / "docs/pretrained.md")
+    commands = [command for command in blocks if command.startswith("checkpoint import")]
+    assert len(commands) == 2
+    for command in commands:
+        assert_printed(blocks[command], run(command, capsys, int("error:" in blocks[command][0])))
+
+
+def find_headers(lines: list[str]) -> list[list[str]]:
+    """Return the words of each line above a line of dashes, the header of a table."""
+    pairs = itertools.pairwise(lines)
+    return [line.split() for line, rule in pairs if rule.startswith("--") and line and line[0] not in "- "]
+
+
+@pytest.mark.process
+def test_printed_tables_of_runs_have_the_columns_of_today(trained, capsys, tmp_path):
+    """The blocks show larger runs, whose values CI cannot repeat."""
+    shown = {
+        "README.md": ("", f"validate --run {trained}"),
+        "docs/data.md": ("validate --run runs/quickstart/ID --sets mine=texts/", f"validate --run {trained}"),
+        "docs/memories.md": ("inspect --run RUN --set stdlib-asyncio", f"inspect --run {trained} --set left"),
+        "docs/runs.md": ("runs list", f"runs list {trained.parent}"),
+        "docs/export.md": ("checkpoint export ", f"checkpoint export --run {trained} --to {tmp_path}/my-model"),
+    }
+    for page, (start, command) in shown.items():
+        expected = next(lines for key, lines in find_blocks(ROOT / page).items() if key.startswith(start))
+        printed = run(command, capsys)
+        if page == "docs/export.md":
+            assert [line for line in expected if line[0] == " "] == [line for line in printed if line[0] == " "]
+        else:
+            assert find_headers(expected)[0] == find_headers(printed)[0]
 
 
 def test_the_example_of_many_runs_prints_its_output(capsys, monkeypatch):
