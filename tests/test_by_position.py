@@ -71,3 +71,13 @@ def test_mistakes(trained, options, message, tmp_path, capsys):
     given = [option.format(path=tmp_path / "short.npy") for option in options]
     assert main(["validate", "--run", str(trained), *given, "--by_position"]) != 0
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [("validate", "--by_position"), ("inspect", "--set", "left"), ("generate",)])
+def test_the_tokenizer_of_the_checkpoint_is_required(run, capsys, command):
+    """Of a run whose environment.json does not name it."""
+    tokenizer = run / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    (run / "environment.json").write_text("[]")
+    assert main([*command[:1], "--run", str(run), *command[1:]]) == 1
+    assert f"not the tokenizer that {run}/checkpoints/00000012 was trained with" in capsys.readouterr().err

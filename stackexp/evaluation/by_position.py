@@ -45,14 +45,14 @@ def score_by_position(request: EvaluationRequest) -> tuple[int, dict[str, np.nda
     assert request.run is not None
     context = config.data.context_length
     config.trainer.strategy = "single"  # the whole model on one device
-    opened = open_data(request).sets(request.stage)
+    checkpoint = checkpoints.find_checkpoint(request.run, request.ckpt_path)
+    opened = open_data(request, checkpoint).sets(request.stage)
     sequences = {dataset.name: Chunks(dataset.chunks.tokens, FACTOR * context, False) for dataset in opened}
     skipped = [name for name, chunks in sequences.items() if not len(chunks)]
     if len(skipped) == len(sequences):
         raise RunError(
             f"--by_position: no set has {FACTOR * context:,} tokens ({FACTOR} x data.context_length); name longer sets"
         )
-    checkpoint = checkpoints.find_checkpoint(request.run, request.ckpt_path)
     model = build_objective(config).build_module(weights=checkpoint).to(find_device_type(config)).model
     losses = {name: _score_set(model, name, chunks, config) for name, chunks in sequences.items() if len(chunks)}
     averages = {name: _average_ranges(values, context) for name, values in losses.items()}

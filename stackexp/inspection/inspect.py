@@ -24,7 +24,7 @@ from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.evaluation.request import EvaluationRequest
 from stackexp.files import write_atomically
 from stackexp.inspection.interventions import TokenBatch, check_heads, format_changes, measure_interventions
-from stackexp.models.checkpoints import load_state
+from stackexp.models.checkpoints import is_folder, load_state
 from stackexp.models.memories.stack import compute_action_spread
 from stackexp.models.stack_recording import ACTIONS, Recording, find_recorded, record_stacks
 from stackexp.reports.report import new_figure, save_figure
@@ -85,7 +85,7 @@ def run(
     print(f"{loaded.checkpoint}, {inputs.title}\n\n{format_means(stacks)}")
     save_figure(draw_maps(stacks), folder / "stacks.png")
     if loaded.config.logging.tensorboard:
-        step = load_state(loaded.checkpoint)["global_step"] if loaded.checkpoint.is_dir() else 0
+        step = load_state(loaded.checkpoint)["global_step"] if is_folder(loaded.checkpoint) else 0
         events, png = Path(out) if out else folder.parent, (folder / "stacks.png").read_bytes()
         write_image(events, f"inspect.{inputs.name}", f"inspect/{inputs.title}", png, step)
     write_atomically(folder / "tokens.html", format_page(inputs.title, inputs.labels, first))
@@ -167,7 +167,8 @@ def open_run_data(run: LoadedRun, name: str | None) -> ExperimentData:
     if isinstance(config.data, DataConfig):
         config = replace(config, data=replace(config.data, score_remainder=True))
     try:
-        return open_data(EvaluationRequest("validate", config, run.folder, sets=() if name is None else (name,)))
+        request = EvaluationRequest("validate", config, run.folder, sets=() if name is None else (name,))
+        return open_data(request, run.checkpoint)
     except SetNameError as error:
         error.option = "--set"
         raise
