@@ -182,6 +182,12 @@ def test_sinkhorn_ends_with_the_rows_as_in_the_paper():
     torch.testing.assert_close(matrix.sum(-1), torch.ones(50, 4, dtype=torch.float64), rtol=1e-12, atol=0)
     assert ((matrix.sum(-2) - 1).abs() < 0.2).all()
     torch.testing.assert_close(normalize_sinkhorn(90 * torch.eye(4)), torch.eye(4))  # exp(90) overflows in float32
+    torch.testing.assert_close(
+        normalize_sinkhorn(torch.tensor([[0.0, 0.0], [-200.0, -200.0]])), torch.full((2, 2), 0.5)
+    )
+    logits = torch.tensor([[0.0, -300.0], [-150.0, 200.0]], requires_grad=True)
+    normalize_sinkhorn(logits).square().sum().backward()
+    assert logits.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(

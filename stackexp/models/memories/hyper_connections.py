@@ -169,9 +169,6 @@ def normalize_sinkhorn(logits: Tensor) -> Tensor:
     A step normalizes the columns, then the rows, as in the paper: T_r(T_c(M)). So rows sum to 1 exactly, and each new
     stream is a weighted mean of the old ones.
     """
-    matrix = logits.softmax(-2)  # the columns of the first step; exp(logits) could overflow
-    for step in range(SINKHORN_STEPS):
-        if step:
-            matrix = matrix / matrix.sum(-2, keepdim=True)
-        matrix = matrix / matrix.sum(-1, keepdim=True)
-    return matrix
+    for _ in range(SINKHORN_STEPS):  # of logarithms: exp(logits) could overflow, or a whole row could become 0
+        logits = logits.log_softmax(-2).log_softmax(-1)
+    return logits.exp()
