@@ -224,6 +224,15 @@ def test_invalid_values_are_errors_of_one_line(keys, message):
     assert message in get_error(**keys)
 
 
+@pytest.mark.parametrize(
+    "text", ["list: [{seed: 010}]", "list: [{a: [{b: 1:30}]}]", "seeds: [008]", "grid: {seed: [010]}", "tokens: 02000"]
+)
+def test_numbers_with_a_leading_zero_are_refused_at_every_depth(text):
+    path = write("study.yaml", f"config: {BASE}\n{text}\n")
+    with pytest.raises(ConfigError, match=r"^study.yaml:2: .*(has a leading zero|in base 60)"):
+        load_sweep(path)
+
+
 def test_errors_for_the_command_line():
     assert get_error("seed=x").startswith("override seed=x: seed: expected an integer")
     assert f"the sweep sets {H} at study.yaml:4" in get_error(f"{H}=3", grid={H: [1]})
@@ -235,7 +244,10 @@ def test_errors_for_the_command_line():
         "stack_gird": r"did you mean 'stack_grid'\?",
         "mine": "'mine.yaml'",
         "x.yaml": "no such file",
+        "last": "'runs/last'",
     }
+    Path("runs/last").mkdir(parents=True)
+    write("runs/last/sweep.yaml", "config: quickstart\n")
     for target, hint in hints.items():
         with pytest.raises(ConfigError, match=hint):
             load_sweep(target)

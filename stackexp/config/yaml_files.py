@@ -86,8 +86,10 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
             raise ConfigError(f"{self.get_origin(node)}: not valid YAML: {reason}") from error
 
     def _check_items(self, node: yaml.Node) -> None:
-        """Raise ConfigError for a number in a list that is octal or in base 60."""
-        for item in node.value if isinstance(node, yaml.SequenceNode) else ():
+        """Raise ConfigError for a number in a list that is octal or in base 60, also in a mapping within the list."""
+        is_mapping = isinstance(node, yaml.MappingNode)
+        items = [value for _, value in node.value] if is_mapping else node.value
+        for item in items if isinstance(node, yaml.CollectionNode) else ():
             if isinstance(item, yaml.ScalarNode) and not item.style and NOT_DECIMAL.fullmatch(item.value):
                 raise ConfigError(f"{self.get_origin(item)}: {explain_not_decimal(item.value)}")
             self._check_items(item)
