@@ -304,6 +304,27 @@ def test_incompatible_checkpoints_are_refused_in_one_line(saved, tmp_path):
         assert "not a stackexp checkpoint" in get_error(checkpoints.load_state, saved)
 
 
+@pytest.mark.parametrize("attribute", ["state_dict_metadata", "storage_data"])
+@pytest.mark.parametrize("value", [5, None, {"model.0.weight": 5}, {5: 5}, {"model.0.weight": torch.Size([3])}])
+def test_metadata_of_wrong_types_are_refused_in_one_line(saved, attribute, value):
+    metadata = Reader(saved).read_metadata()
+    setattr(metadata, attribute, value)
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    write_manifest(saved, 3, None)
+    for read in (checkpoints.check_files, checkpoints.read_shapes, checkpoints.read_weights, read_all):
+        assert "damaged (.metadata has values of wrong types)" in get_error(read, saved)
+
+
+def test_tensors_of_wrong_types_are_refused_in_one_line(saved):
+    content = pickle.dumps(Reader(saved).read_metadata())
+    for name, value in (("size", 5), ("properties", None), ("properties", 5)):
+        metadata = pickle.loads(content)
+        setattr(metadata.state_dict_metadata["model.0.weight"], name, value)
+        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+        write_manifest(saved, 3, None)
+        assert "damaged (.metadata has values of wrong types)" in get_error(checkpoints.read_weights, saved)
+
+
 @pytest.mark.parametrize(("file", "content"), [("*.distcp", "half"), ("*.distcp", None), (".metadata", b"x" * 100)])
 def test_damaged_files_are_reported_in_one_line(saved, file, content):
     (path,) = saved.glob(file)

@@ -36,7 +36,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 
 from stackexp.config.compose import to_yaml
@@ -302,13 +310,27 @@ class Reader(dcp.FileSystemReader):
     """A checkpoint reader whose metadata may contain only types of torch.distributed.checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the file .metadata. Raises pickle.UnpicklingError if it contains another type."""
+        """Read the file .metadata. Raises pickle.UnpicklingError if it contains another or a wrong type."""
         metadata = _MetadataUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"{type(metadata).__name__} instead of Metadata")
+        _check_types(metadata)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def _check_types(metadata: Metadata) -> None:
+    """Raise pickle.UnpicklingError if a value of .metadata that the readers use is of another type."""
+    stored, files = metadata.state_dict_metadata, metadata.storage_data
+    is_valid = isinstance(stored, dict) and isinstance(files, dict)
+    is_valid = is_valid and all(isinstance(item, _StorageInfo) for item in files.values())
+    for name, value in stored.items() if is_valid else ():
+        is_tensor = isinstance(value, TensorStorageMetadata) and isinstance(value.properties, TensorProperties)
+        has_shape = is_tensor and isinstance(value.size, torch.Size) and isinstance(value.properties.dtype, torch.dtype)
+        is_valid = is_valid and isinstance(name, str) and (has_shape or isinstance(value, BytesStorageMetadata))
+    if not is_valid:
+        raise pickle.UnpicklingError(".metadata has values of wrong types")
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
