@@ -59,7 +59,7 @@ def test_a_single_chunk_has_no_interval():
 def test_bytes_of_tokens_are_used_only_if_they_are_exact(is_exact, per_token, expected):
     metric = ChunkLosses(1)
     metric.update(torch.tensor([0]), torch.tensor([5]), torch.ones(1, 4), torch.tensor([[10, 20, 5, 15]]))
-    module = SimpleNamespace(_scores_whole_sets=False)
+    module = SimpleNamespace(trainer=SimpleNamespace(datamodule=SimpleNamespace(eval_limit=10)))
     dataset = SimpleNamespace(name="set", has_exact_bytes=is_exact, bytes_per_token=per_token)
     found = LanguageModeling.compute_set_scores(module, dataset, metric)
     assert found.get("bytes") == expected
