@@ -1,6 +1,8 @@
 """stackexp.load_run: the public Python API for run folders."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pandas
@@ -99,6 +101,18 @@ def test_modified_runs_have_the_same_weights_and_another_memory(trained):
         run.modify(num_slot=4)
     with pytest.raises(RunError, match="different architecture"):
         run.modify(head_dim=8)
+
+
+def test_an_edited_config_is_warned_about(trained, tmp_path, caplog, capsys):
+    run = shutil.copytree(trained, tmp_path / trained.name)
+    stackexp.load_run(run).modify(read_mask="log")
+    assert not caplog.messages
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(re.sub("rope_theta: .*", "rope_theta: 7.0", text))
+    for command in (["generate", "--max_new_tokens", "1"], ["checkpoint", "export", "--to", str(tmp_path / "hf")]):
+        caplog.clear()
+        assert main([*command, "--run", str(run)]) == 0
+        assert "trained with model.rope_theta=100000.0, but the config has 7.0" in caplog.text
 
 
 def test_logits_and_inspections_are_those_of_the_model(trained):

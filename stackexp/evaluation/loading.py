@@ -25,6 +25,7 @@ from stackexp.evaluation.generation import continue_text
 from stackexp.evaluation.request import EvaluationRequest, ResumableEvaluation
 from stackexp.models import checkpoints
 from stackexp.models.stack_recording import record_stacks
+from stackexp.models.warm_start import warn_about_options
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder
 from stackexp.training.objectives import build_objective
@@ -184,7 +185,9 @@ def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRu
     folder = runs.open_run(str(path))
     load_config(folder.config)  # a plugin or a bad config fails before a missing checkpoint
     chosen = str(checkpoint) if checkpoint else "best" if folder.best_checkpoint() else "last"
-    return _load(folder, checkpoints.find_checkpoint(folder, chosen), ())
+    run = _load(folder, checkpoints.find_checkpoint(folder, chosen), ())
+    warn_about_options(run.checkpoint, run.config)  # config.yaml can be edited
+    return run
 
 
 def _load(folder: RunFolder, checkpoint: Path, changes: tuple[str, ...]) -> LoadedRun:
