@@ -105,6 +105,9 @@ class RunFolder:
         sessions = read_json(self.environment) if self.environment.exists() else []
         if not isinstance(sessions, list) or not all(isinstance(session, dict) for session in sessions):
             raise RunError(f"{self.environment}: not a list of sessions; delete the file")
+        for origin in filter(None, (session.get("origin") for session in sessions)):
+            if not isinstance(origin, dict) or not isinstance(origin.get("path"), str):
+                raise RunError(f"{self.environment}: the origin of a session is {origin!r:.60}; delete it")
         return sessions
 
     def list_checkpoints(self) -> list[Path]:

@@ -169,6 +169,17 @@ def test_a_branch_that_has_saved_nothing_starts_again_from_its_parent(config, tr
     assert record(RunFolder(branch)) == [line for line in record(unfinished) if line["step"] > 4]
 
 
+@pytest.mark.parametrize("origin", [5, "x", [1], {"is_branch": True}, {"path": 5, "is_branch": True}])
+def test_a_damaged_origin_is_one_line(config, unfinished, origin, capsys):
+    sessions = [session | {"origin": origin} for session in unfinished.read_sessions()]
+    unfinished.environment.write_text(json.dumps(sessions))
+    shutil.rmtree(unfinished.checkpoints)
+    assert "environment.json: the origin of a session is " in get_error(config, None, str(unfinished.path))
+    for command in (["show"], ["list"]):
+        assert main(["runs", *command, str(unfinished.path)]) == (command == ["show"])
+        assert "Traceback" not in capsys.readouterr().err
+
+
 def test_checkpoints_that_another_process_saved_meanwhile_are_kept(config, unfinished):
     start = find_start(config, None, str(unfinished.path))
     newer = unfinished.checkpoints / "00000013"

@@ -58,11 +58,10 @@ class Show(Verb):
         from stackexp import runs
         from stackexp.frame import read_run
         from stackexp.reports.compare import format_run
-        from stackexp.reports.publish import get_origin
 
         folder = runs.open_run(args.run)
         row, sessions = read_run(folder), folder.read_sessions()
-        origins = filter(None, map(get_origin, reversed(sessions)))
+        origins = filter(None, (session.get("origin") for session in reversed(sessions)))
         details: dict[str, Any] = {
             "sessions": [{k: session.get(k) for k in ("started", "command", "commit", "host")} for session in sessions],
             "origin": next(origins, None),
