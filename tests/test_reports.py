@@ -1,6 +1,7 @@
 """Tables, and run comparison from run folders."""
 
 import json
+import shutil
 from pathlib import Path
 
 import language_runs
@@ -91,7 +92,13 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys):
     assert main(["report", "compare", str(tmp_path), "--different-data"]) == 0, "a folder of runs"
     assert len(capsys.readouterr().out.splitlines()) == 7
     assert main(["report", "compare", str(tmp_path)]) == 1
-    assert "trained on other data than" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "trained on other data than" in error
+    assert "report ablation" not in error
+    language_runs.write_run(tmp_path / "one" / "20261127-120000-0009", data="nine", seed=1)
+    assert main(["report", "compare", str(tmp_path / "one")]) == 1
+    assert "; average seeds with `report ablation`, or compare them anyway with" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "one" / "20261127-120000-0009")
     folders[1].result.unlink()
     found = list_rows(load_runs(runs))
     cells = [cell.strip() for cell in format_comparison(runs)[3].split("|")[1:-1]]

@@ -390,6 +390,7 @@ def check_same_data(rows: Iterable[Row]) -> list[str]:
     """
     notes: list[str] = []
     records: dict[str, DataRecord] = {}
+    seeds: dict[str, Any] = {}
     for row in rows:
         path, record = row["path"], read_data_record(row)
         if not record.values:
@@ -398,13 +399,15 @@ def check_same_data(rows: Iterable[Row]) -> list[str]:
         for other, theirs in records.items():
             difference, unknown = compare_data(record, theirs)
             if difference:
+                has_seeds = seeds[other] != row.get("seed") and row.get("data.kind") not in GENERATED_DATA
+                hint = "average seeds with `report ablation`, or " if has_seeds else ""
                 raise RunError(
-                    f"{path}: trained on other data than {other} ({difference}); "
-                    "compare them anyway with --different-data"
+                    f"{path}: trained on other data than {other} ({difference}); {hint}compare them anyway with "
+                    "--different-data"
                 )
             if unknown:
                 notes.append(f"{path}: its training data are not compared with {other}; {unknown}")
-        records[path] = record
+        records[path], seeds[path] = record, row.get("seed")
     return notes
 
 

@@ -30,8 +30,8 @@ class Fit(Verb):
         parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
 
     def run(self, args: Namespace) -> int:
-        if not (args.config or args.run):
-            args.parser.error("--config NAME_OR_PATH is required; `configs list` shows the names")
+        if args.run is None:
+            args.parser.require_config(args)
         if args.run == "":
             args.parser.error("--run: expected the path of a run folder, found empty text")
         if args.run and args.ckpt_path:

@@ -104,6 +104,14 @@ class Parser(argparse.ArgumentParser):
         """Raise ConfigError with the message and a pointer to the help text."""
         raise ConfigError(f"{self.verb}: {message} (see python -m stackexp {self.verb} --help)")
 
+    def require_config(self, args: argparse.Namespace) -> None:
+        """Raise ConfigError if --config is missing, also for the name or file of a config without it."""
+        from stackexp.config.layers import split_overrides
+
+        if not args.config:
+            split_overrides(args.overrides)
+            self.error("--config NAME_OR_PATH is required; `configs list` shows the names")
+
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """Return the arguments, with `overrides` and the parser itself as `parser` for later errors."""
         args, rest = self.parse_known_args(argv)

@@ -32,8 +32,7 @@ class Plan(Verb):
 
     def run(self, args: Namespace) -> int:
         """Print the plan of a config. Raises ConfigError for mistakes, RunError if the run does not fit."""
-        if not args.config:
-            args.parser.error("--config NAME_OR_PATH is required; `configs list` shows the names")
+        args.parser.require_config(args)
         if not 0 < args.mfu <= 1:
             args.parser.error(f"--mfu: expected a number above 0, up to 1, found {args.mfu}")
         from stackexp.config.compose import compose
