@@ -304,6 +304,16 @@ def test_mistakes_on_the_command_line(trained, arguments, message, monkeypatch, 
     assert message in read_error(capsys)
 
 
+def test_the_last_document_of_a_file_needs_no_line_feed(datasets):
+    (file,) = (datasets / "smollm2_piqa").iterdir()
+    count = len(TaskLoader(datasets).load("smollm2_piqa").eval_docs)
+    file.write_text(file.read_text().removesuffix("\n"))
+    assert len(TaskLoader(datasets).load("smollm2_piqa").eval_docs) == count > 1
+    file.write_text(file.read_text()[:-1])
+    with pytest.raises(RunError, match=r"validation.jsonl: line \d is damaged"):
+        TaskLoader(datasets).load("smollm2_piqa")
+
+
 @pytest.mark.parametrize("examples", [0, 4])
 def test_too_few_examples_end_before_the_first_score(trained, datasets, examples, capsys):
     """Otherwise lm-eval would draw the shots of GSM8K from the test split, or fail with a traceback."""

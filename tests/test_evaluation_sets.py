@@ -207,13 +207,29 @@ def train_with_a_space_before_the_text() -> Tokenizer:
     return tokenizer
 
 
+def train_with_spaces_in_bytes() -> Tokenizer:
+    """A tokenizer that writes a space as U+2581, for which it has only the three bytes."""
+    vocabulary = {"<unk>": 0, "</s>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("\u2581", " ")])
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    return tokenizer
+
+
 def train_with_normalization() -> Tokenizer:
     tokenizer = train_tokenizer(TEXTS, V)
     tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
-@pytest.mark.parametrize("train", [train_word_pieces, train_with_a_space_before_the_text, train_with_normalization])
+TRAINERS = (
+    *(train_word_pieces, train_with_a_space_before_the_text, train_with_spaces_in_bytes),
+    train_with_normalization,
+)
+
+
+@pytest.mark.parametrize("train", TRAINERS)
 def test_bytes_are_those_of_the_text_for_every_tokenizer(tmp_path, train):
     """Ids without a text have a byte count only if they decode to a text of the same size."""
     train().save(str(tmp_path / "tokenizer.json"))

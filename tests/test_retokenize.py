@@ -179,6 +179,18 @@ def test_a_tokenizer_that_is_not_byte_level(tmp_path):
     assert read_record(new).replaced_documents == 1
 
 
+@pytest.mark.parametrize("dtype", ["uint32", "int64"])
+def test_raw_ids_of_more_than_two_bytes_require_their_type(tmp_path, dtype, capsys):
+    OLD.save(str(tmp_path / "old.json")), NEW.save(str(tmp_path / "new.json"))
+    (tmp_path / "a.npy").write_bytes(encode(OLD, DOCUMENTS).astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+    command = ["data", "retokenize", f"{tmp_path}/a.npy", "--to", f"{tmp_path}/to", "--from", f"{tmp_path}/old.json"]
+    command += ["--tokenizer", f"{tmp_path}/new.json"]
+    assert main(command) == 1
+    assert "a.npy: its ids seem to have 4 bytes" in capsys.readouterr().err
+    assert main([*command, "--dtype", dtype]) == 0
+    assert read_ids(tmp_path / "to" / "a.npy") == encode(NEW, DOCUMENTS).tolist()
+
+
 # Folders and the command line
 
 
