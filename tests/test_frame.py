@@ -12,6 +12,7 @@ import pytest
 from language_runs import finish, write_run
 
 import stackexp
+from stackexp.cli import main
 from stackexp.errors import RunError
 from stackexp.frame import get_options, get_scores, list_rows, load_runs, name_arm, read_run
 from stackexp.runs import RunFolder
@@ -132,20 +133,36 @@ def test_damage_is_a_state_and_only_regular_files_are_read(runs, file):
 def test_metrics_are_read_in_bounded_memory(runs):
     line = json.dumps({"step": 7, "tokens": 7, "train/loss": 2.0, "train/lr": 0.1}) + "\n"
     (runs / "a/20260101-000000-0000/metrics.jsonl").write_text(line * 100_000)
-    load_runs(runs)  # imports
-    tracemalloc.start()
-    frame = load_runs(runs)
-    assert tracemalloc.get_traced_memory()[1] < 4e6
-    tracemalloc.stop()
-    assert frame["train_loss"][0] == 3.0  # of result.json
+    assert load_runs(runs)["train_loss"][0] == 3.0  # of result.json
+    run = str(runs / "a/20260101-000000-0000")
+    for command in (["runs", "list", str(runs)], ["runs", "show", run], ["report", "compare", run]):
+        assert main(command) == 0  # imports
+        tracemalloc.start()
+        assert main(command) == 0
+        assert tracemalloc.get_traced_memory()[1] < 4e6
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("file", [*RECORDS, "data.jsonl", ".stackexp", "benchmarks.json"])
+def test_no_command_waits_for_a_pipe_in_a_run(runs, file, tmp_path, capsys):
+    run = runs / "a/20260101-000000-0000"
+    (run / file).unlink(missing_ok=True)
+    os.mkfifo(run / file)
+    for command in (["runs", "show"], ["report", "compare"], ["report", "ablation"], ["report", "benchmarks"]):
+        assert main([*command, str(run)]) in (0, 1, 2)
+        assert "Traceback" not in capsys.readouterr().err
+    assert main(["runs", "copy", str(run), "--to", str(tmp_path / "copies")]) in (0, 1, 2)
 
 
 def test_many_runs_are_read_quickly(tmp_path):
     for number in range(100):
         finish(write_run(tmp_path / f"x-seed={number}-{number:08x}", losses=[3.0] * 100), 3.0)
-    start = time.process_time()
-    assert len(load_runs(tmp_path)) == 100
-    assert time.process_time() - start < 1.0  # measured: 0.2
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        assert len(load_runs(tmp_path)) == 100
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.5  # measured: 0.2
 
 
 def test_arms_are_named_after_the_trial_or_the_config():
