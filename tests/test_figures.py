@@ -30,6 +30,18 @@ def test_names_with_dollar_signs_are_drawn(tmp_path):
     assert not axes.get_legend().get_texts()[0].get_parse_math()
 
 
+def test_the_legend_has_the_colors_of_the_bars(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for model in MODELS:
+        finish(write_run(Path("runs", model), model, "even_pairs"), beyond=0.5)
+    figure = draw_bars(collect_results([Path("runs")], ALL_LENGTHS))
+    (legend,) = figure.legends
+    shown = [patch.get_facecolor() for patch in legend.get_patches()]
+    drawn = [bar.get_facecolor() for axes in figure.axes for bar in axes.patches]
+    assert shown == drawn
+    assert len(set(shown)) == len(MODELS) > 1
+
+
 @pytest.mark.parametrize("models", [["StackTrans"], list(MODELS)])
 def test_no_text_of_the_figures_is_cut(models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

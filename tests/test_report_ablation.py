@@ -213,6 +213,36 @@ def test_arms_of_one_name_are_told_apart_by_their_options(tmp_path):
     assert names[1:] == [f"q (20261124-21565{number}-4dc3)" for number in range(3)], "too many options to name"
 
 
+def test_cells_of_a_grid_are_not_the_papers_variants(tmp_path):
+    finish(write_run(tmp_path / "H=2-d_s=4-S=2-0123abcd", "model.memory=stacktrans"), 3.0)
+    table = read_table(build_ablation([tmp_path]), 0)
+    assert "H=2-d_s=4-S=2" in table
+    assert not [name for name in table if "(StackTrans)" in name]
+
+
+def test_notes_follow_the_tables_and_name_the_runs_of_each_reason_once(runs):
+    (run,) = runs.glob("transformer-seed=2-*")
+    (run / "result.json").unlink()
+    report = build_ablation([runs])
+    assert len({note.partition(": ")[0] for note in report.notes}) == len(report.notes)
+    for style in ("terminal", "markdown"):
+        text = format_report(report, style)
+        ends = [max(text.index(row[0], text.index(table.title)) for row in table.rows) for table in report.tables]
+        assert max(ends) < text.index(f"- {report.notes[0][:20]}")
+
+
+def test_the_figure_is_sorted_by_loss_and_explains_the_average(runs):
+    figure = build_ablation([runs]).draw()
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["value_skip", "stacktrans"]
+    assert axes.get_ylim()[0] > axes.get_ylim()[1], "the lowest loss is at the top"
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["training loss", "average (sets outside V2 and V3)"]
+    for label in axes.get_yticklabels():
+        assert label.get_window_extent().x0 >= 0
+
+
 def test_means_and_differences_are_over_the_same_sets(tmp_path):
     losses = {"v2/pile": 4.0, "v2/c4_en": 3.0}
     for name, memory in (("transformer", "null"), ("queue", "queue")):

@@ -86,3 +86,7 @@ def test_the_page_opens_in_a_browser(page, tmp_path):
         complete = "[...document.images].filter(image => image.complete && image.naturalWidth > 500).length"
         assert poll(lambda: browser.evaluate(complete), 5, seconds=30) == 5
         assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth") is True
+        browser.call("Emulation.setDeviceMetricsOverride", width=1400, height=900, deviceScaleFactor=1, mobile=False)
+        cut = "[...document.querySelectorAll('.wide')].filter(table => table.scrollWidth > table.clientWidth).length"
+        assert browser.evaluate("window.innerWidth") == 1400
+        assert browser.evaluate(cut) == 0
