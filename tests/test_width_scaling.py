@@ -88,26 +88,27 @@ WIDE = {"num_heads": 2, "head_dim": WIDTHS[1] // 2, "projection": "none"}
 HIDDEN = {"feedback_activation": "gated", "feedback_hidden_size": 8, "axis": "time", "feedback": True}
 
 
-@pytest.mark.parametrize(
-    ("memory", "adamw", "muon"),
-    [
-        (StackMemoryConfig(**STACK), {"down"}, {"down": 2, "up": 1}),
-        (StackMemoryConfig(num_heads=4, head_dim=WIDTHS[1] // 4), {"down"}, {"down": 2, "up": 1}),  # H d_s = d
-        (StackMemoryConfig(**WIDE), {"actions", "query"}, {}),
-        (StackMemoryConfig(**STACK, projection="shared_slices"), {"down"}, {"down": 2, "up": 1}),
-        (StackMemoryConfig(**STACK, action_input="hidden"), {"down", "actions"}, {"down": 2, "up": 1}),
-        (StackMemoryConfig(**STACK, axis="time", feedback=True), {"down"}, {"down": 2, "up": 1, "feedback": 1}),
-        (StackMemoryConfig(**STACK, **HIDDEN), {"down", "feedback_token"}, {"down": 2, "up": 1, "feedback_token": 2}),
-        (StackAttentionConfig(), {"actions.weight"}, {"actions.weight": 2}),
-        (AttentionResidualConfig(), {"query"}, {}),
-        (HyperConnectionsConfig(), {"maps"}, {"maps": 2}),
-        (ManifoldHyperConnectionsConfig(), {"maps"}, {"maps": 2}),
-        (ResidualStackConfig(), {"maps", "actions"}, {"maps": 2, "actions": 2}),
-        (ValueSkipConfig(), {"down.weight"}, {"down.weight": 2, "up.weight": 1}),
-        (DenseFormerConfig(), set(), {}),
-        (ResidualScaleConfig(), set(), {}),
-    ],
-)
+RATES = [
+    (StackMemoryConfig(**STACK), {"down"}, {"down": 2, "up": 1}),
+    (StackMemoryConfig(num_heads=4, head_dim=WIDTHS[1] // 4), {"down"}, {"down": 2, "up": 1}),  # H d_s = d
+    (StackMemoryConfig(**WIDE), {"actions", "query"}, {}),
+    (StackMemoryConfig(**STACK, projection="shared_slices"), {"down"}, {"down": 2, "up": 1}),
+    (StackMemoryConfig(**STACK, action_input="hidden"), {"down", "actions"}, {"down": 2, "up": 1}),
+    (StackMemoryConfig(**STACK, axis="time", feedback=True), {"down"}, {"down": 2, "up": 1, "feedback": 1}),
+    (StackMemoryConfig(**STACK, **HIDDEN), {"down", "feedback_token"}, {"down": 2, "up": 1, "feedback_token": 2}),
+    (StackAttentionConfig(), {"actions.weight"}, {"actions.weight": 2}),
+    (AttentionResidualConfig(), {"query"}, {}),
+    (HyperConnectionsConfig(), {"maps"}, {"maps": 2}),
+    (ManifoldHyperConnectionsConfig(), {"maps"}, {"maps": 2}),
+    (ResidualStackConfig(), {"maps", "actions"}, {"maps": 2, "actions": 2}),
+    (ValueSkipConfig(), {"down.weight"}, {"down.weight": 2, "up.weight": 1}),
+    (DenseFormerConfig(), set(), {}),
+    (ResidualScaleConfig(), set(), {}),
+]
+"""Memories, the weights whose rate AdamW halves at twice the base width, and those that Muon divides, with factors."""
+
+
+@pytest.mark.parametrize(("memory", "adamw", "muon"), RATES)
 def test_rates_of_memory_weights_follow_their_fans_and_not_their_shapes(memory, adamw, muon):
     """At twice the base width: AdamW halves the rate of `adamw`; Muon divides those of its matrices by `muon`."""
     model = build(WIDTHS[1], is_scaled=True, memory=memory)
@@ -117,6 +118,45 @@ def test_rates_of_memory_weights_follow_their_fans_and_not_their_shapes(memory, 
     groups = build_muon(MuonConfig(), model)._muon.param_groups
     rates = {p: group["lr"] for group in groups for p in group["params"]}
     assert {name: MuonConfig().lr / rates[p] for name, p in parameters.items() if p in rates} == muon
+
+
+FANS = ("in", "out")  # "both" and "vectors" follow from the changes of the layers
+
+
+def measure_map_changes(memory, is_muon):
+    """Return how the outputs of a memory's maps change over four steps, {weight: [widths]}.
+
+    The input of a map from hidden states is those of the first step, with mean square 1; that of others is ones.
+    """
+    build_optimizer, config = (build_muon, MuonConfig) if is_muon else (build_adamw, AdamWConfig)
+    tokens = torch.randint(0, 64, (8, 33), generator=torch.Generator().manual_seed(1))
+    changes = {}
+    for width in (32, *WIDTHS):
+        model = build(width, True, memory)
+        optimizer = build_optimizer(config(lr=3e-3, weight_decay=0.0, eps=1e-12), model)
+        hidden = F.rms_norm(compute_outputs(model, tokens[:, :-1])[1].detach(), (width,))
+        weights = {n: p for n, p in model.memories[0].named_parameters() if model.memories[0].fans.get(n) in FANS}
+        before = {name: weight.detach().clone() for name, weight in weights.items()}
+        for _ in range(4):
+            logits = model(tokens[:, :-1]).logits
+            optimizer.zero_grad()
+            F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+        for name, weight in weights.items():
+            change = (weight.detach() - before[name]).flatten(0, -2)
+            inputs = hidden.repeat(1, 1, -(-change.shape[-1] // width))[..., : change.shape[-1]]
+            inputs = inputs if model.memories[0].fans[name] == "in" else torch.ones(1, change.shape[-1])
+            changes.setdefault(name, []).append((inputs @ change.T).square().mean().sqrt().item())
+    return changes
+
+
+@pytest.mark.parametrize("is_muon", [False, True])
+@pytest.mark.parametrize("memory", [memory for memory, adamw, muon in RATES if adamw and memory is not RATES[2][0]])
+def test_outputs_of_memory_maps_do_not_change_faster_at_larger_widths(memory, is_muon):
+    """With a rate of 1 / sqrt(d) where Muon needs 1 / d, the slopes are 0.45 to 0.53; AdamW without scaling has 1."""
+    for name, changes in measure_map_changes(memory, is_muon).items():
+        slope = np.polyfit(np.log((32, *WIDTHS)), np.log(changes), 1)[0]
+        assert slope < 0.3, name
 
 
 def test_the_base_width_is_unchanged():
