@@ -96,6 +96,27 @@ def test_validation_missed_by_a_kill_runs_on_resume_over_all_sets(tiny, tmp_path
     assert record(run) == reference
 
 
+MEMORIES = [
+    *(f"memory={name}" for name in ("attention_residual", "dense_former", "hyper_connections", "mhc", "null")),
+    *(f"memory={name}" for name in ("residual_scale", "residual_stack", "residual_streams", "value_skip")),
+    *("memory.kind=stack_attention", "memory.axis=token_major", "memory.axis=time memory.feedback=true"),
+    *("memory.action_noise=0.3", "memory.action_noise=0.3 memory.action_noise_warmup_steps=3"),
+    "memory.axis=time memory.action_noise=0.3",
+]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_resume_is_exact_for_every_memory(tiny, tmp_path, memory):
+    options = [f"model.{option}" for option in memory.split()]
+    fit = ["fit", "--config", str(tiny), *options, "trainer.max_steps=4", "trainer.checkpoint_interval=2"]
+    fit += ["trainer.val_check_interval=2", "trainer.keep_checkpoints=2", "logging.progress_bar=false"]
+    assert main([*fit, "name=whole"]) == 0
+    whole = only_run(tmp_path / "runs", "whole")
+    assert main([*fit, "name=branch", "--ckpt_path", str(whole.checkpoints / "00000002")]) == 0
+    assert record(only_run(tmp_path / "runs", "branch")) == [line for line in record(whole) if line["step"] > 2]
+
+
 def test_a_run_killed_after_its_last_step_only_needs_its_evaluation(tiny, tmp_path):
     assert main(["fit", "--config", str(tiny)]) == 0
     run = only_run(tmp_path / "runs")
