@@ -102,5 +102,8 @@ def test_a_prepared_set_has_the_same_tokens_and_fewer_cut_documents(short_texts,
     assert main(["data", "prepare", *many, "--context-length", "512", "--unit-bytes", "30000", "--workers", "2"]) == 0
     assert f"{packed.cut_documents:,} documents cut; concatenation would cut" in capsys.readouterr().out
     assert read_files(tmp_path / "many") == read_files(tmp_path / "packed")
+    for name, is_counted in (("joined", False), ("packed", True)):
+        assert main(["data", "inspect", str(tmp_path / name)]) == 0
+        assert ("cut documents" in capsys.readouterr().out) == is_counted
     assert main(["data", "prepare", *many[:-2], "--context-length", "512", "--unit-bytes", "30000"]) == 1
     assert "another packing (best_fit, not none)" in capsys.readouterr().err

@@ -186,7 +186,9 @@ def _inspect_prepared_set(inspection: Inspection, options: InspectOptions) -> No
     corpus = token_set.corpus
     ends = dict.fromkeys([*corpus.sources[:1], *corpus.sources[-1:]])
     inspection.kind = "prepared set"
-    inspection.figures = {key: value for key, value in asdict(corpus).items() if key != "format_version"}
+    uncounted = () if corpus.cut_by_concatenation else ("cut_documents", "cut_by_concatenation")
+    hidden = ("format_version", *uncounted)
+    inspection.figures = {key: value for key, value in asdict(corpus).items() if key not in hidden}
     sources = f"{len(corpus.sources)}: {' ... '.join(ends)}" if ends else "0"
     inspection.figures |= {"sources": sources, "shards": len(entries)}
     inspection.figures["bytes_per_token"] = corpus.bytes / max(corpus.tokens, 1)
