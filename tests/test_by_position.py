@@ -73,7 +73,9 @@ def test_mistakes(trained, options, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [("validate", "--by_position"), ("inspect", "--set", "left"), ("generate",)])
+@pytest.mark.parametrize(
+    "command", [("validate",), ("validate", "--by_position"), ("inspect", "--set", "left"), ("generate",)]
+)
 def test_the_tokenizer_of_the_checkpoint_is_required(run, capsys, command):
     """Of a run whose environment.json does not name it."""
     tokenizer = run / "tokenizer.json"

@@ -9,6 +9,8 @@ import pytest
 
 from stackexp import cli
 from stackexp.config.compose import compose
+from stackexp.data.olmo import NAMES
+from stackexp.data.token_files import get_record_path
 from stackexp.reports.publish import update_document
 from stackexp.sweeps.sweep import load_sweep
 from stackexp.verbs.dispatch import find_verb, load_verb
@@ -80,6 +82,14 @@ def test_the_example_config_for_own_text_composes(tmp_path):
     assert config.data.validation == {"held-out": "texts/held-out"}
     assert config.model.vocab_size == 8192
     assert config.trainer == compose(["quickstart"]).trainer
+
+
+def test_the_files_of_olmos_sets_are_named():
+    text = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    files = [Path(name) for name in re.findall(r"`data/olmo/(v\d/\w+\.npy)`", text)]
+    assert files
+    assert all(file.stem in NAMES[file.parent.name] for file in files)
+    assert all(f"`data/olmo/{get_record_path(file)}`" in text for file in files)
 
 
 def test_the_example_sweeps_load(tmp_path, monkeypatch):
@@ -176,6 +186,14 @@ def test_printed_tables_of_runs_have_the_columns_of_today(trained, capsys, tmp_p
             assert [line for line in expected if line[0] == " "] == [line for line in printed if line[0] == " "]
         else:
             assert find_headers(expected)[0] == find_headers(printed)[0]
+
+
+def test_printed_statistics_of_a_set_have_the_rows_of_today(corpus, capsys):
+    def list_labels(lines: list[str]) -> list[str]:
+        return [line.split("  ")[1].strip() for line in itertools.takewhile(str.strip, lines[1:])]
+
+    shown = find_blocks(ROOT / "docs/data.md")["data inspect data/stdlib"]
+    assert list_labels(shown) == list_labels(run(f"data inspect {corpus['train']}", capsys))
 
 
 def test_the_example_of_many_runs_prints_its_output(capsys, monkeypatch):
