@@ -46,6 +46,11 @@ def test_the_page_has_every_report_and_loads_nothing(page):
     assert "other.json" not in page
 
 
+def test_notes_follow_the_tables_and_are_folded(page):
+    section = page.partition(">Ablation</h2>")[2].partition("</h2>")[0]
+    assert section.rindex("</table>") < section.index("<li>") < section.index("more notes</summary>")
+
+
 def test_text_is_escaped(page):
     assert "runs&lt;b&gt;" in page
     assert "runs<b>" not in page

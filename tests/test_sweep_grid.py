@@ -1,6 +1,7 @@
 """Sweep YAML files: trials, names, hashes and errors."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -215,7 +216,10 @@ def test_errors_name_file_line_and_nearest_valid_name():
         ({"grid": {H: [b"x"]}}, f"study.yaml:4: {H}: expected an integer"),
         ({"seeds": [1.5]}, "seeds: expected"),
         ({"axes": {"config": [5]}, "center": {"config": "quickstart"}}, "config: expected the base config"),
-        *(({"tokens": value}, "tokens: expected a number > 0") for value in ({"a": 1}, float("nan"), 10**400)),
+        *(
+            ({"tokens": value}, "tokens: expected a number > 0")
+            for value in ({"a": 1}, [1], float("nan"), math.inf, 10**400)
+        ),
         *(({"grid": {"tokens": [value]}}, "study.yaml:4: tokens: expected") for value in ("x", 0, True)),
         ({"list": [{"tokens": "1e6 tokens"}]}, "study.yaml:3: tokens: expected a number > 0"),
     ],
