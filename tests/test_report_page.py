@@ -12,7 +12,7 @@ from language_runs import finish, write_run
 
 from stackexp import cli
 from stackexp.errors import RunError
-from stackexp.reports.page import build_page
+from stackexp.reports.page import MAX_NOTES, _format_notes, build_page
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,8 @@ def test_the_page_has_every_report_and_loads_nothing(page):
 
 def test_notes_follow_the_tables_and_are_folded(page):
     section = page.partition(">Ablation</h2>")[2].partition("</h2>")[0]
-    assert section.rindex("</table>") < section.index("<li>") < section.index("more notes</summary>")
+    assert section.rindex("</table>") < section.index("<li>")
+    assert "<summary>2 more notes</summary><ul><li>b" in _format_notes([*"1" * MAX_NOTES, "b", "c"])
 
 
 def test_text_is_escaped(page):
