@@ -184,6 +184,8 @@ def _stat_files(folder: Path) -> Iterator[os.stat_result]:
 
 def _read_config(folder: RunFolder, row: Row) -> Row:
     options = folder.read_options()
+    if type(options.get("seed")) is not int:
+        raise RunError(f"{folder.config}: no seed, or not an integer; restore the file")
     steps = options.get("trainer.max_steps")
     return options | ({"max_steps": steps} if type(steps) is int else {})
 

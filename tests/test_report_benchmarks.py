@@ -77,6 +77,7 @@ def test_the_figure_has_a_line_of_training_and_points_of_evaluations(runs):
     for line, accuracy in zip(lines, (0.2, 0.4), strict=True):
         line |= {"downstream/a/accuracy": accuracy, "downstream/b/accuracy": 0.6}
         line |= {"downstream/a/bits_per_byte": 3.0, "downstream/b/bits_per_byte": 5.0}
+    lines.append({"step": 11, "downstream/a/accuracy": 0.9})  # without tokens
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_scores(runs / "one" / "benchmarks.json", {"a": 0.8, "b": 0.6}, step=5)
     report = build_benchmarks([runs / "one"])

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,17 @@ def test_costs_are_compared_with_the_paper(tmp_path, capsys):
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"rows": []}', '{"rows": [{"model": "x"}]}', '{"rows": ["x"]}'])
+DAMAGED = ["{", "[]", "{}", '{"rows": []}', '{"rows": [{"model": "x"}]}', '{"rows": ["x"]}', '{"rows": 5}']
+DAMAGED += ['{"rows": [{"model": 5, "train_ratio": 1}]}', '{"rows": [{"model": "x", "train_ratio": 1}]}']
+
+
+@pytest.mark.parametrize("text", DAMAGED)
 def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(RunError, match=r"a.json: .*; give a file that `bench efficiency --out` wrote"):
         build_efficiency(tmp_path / "a.json")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RunError, match=r"pipe: not a regular file"):
+        build_efficiency(tmp_path / "pipe")
     with pytest.raises(RunError, match=r"nowhere.json: No such file or directory; give"):
         build_efficiency(tmp_path / "nowhere.json")

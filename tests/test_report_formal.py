@@ -194,10 +194,12 @@ def test_other_folders_are_skipped_with_a_note(runs):
     other = runs.parent / "quickstart" / "id"
     other.mkdir(parents=True)
     (other / ".stackexp").touch()
-    (other / "config.yaml").write_text("model: {kind: transformer}\ndata: {kind: stdlib}\n")
+    (other / "config.yaml").write_text("seed: 0\ndata: {kind: stdlib}\n")
+    without_task = write_run(runs / "no-task", "LSTM", "even_pairs")
+    (without_task / "config.yaml").write_text("seed: 0\nmodel: {kind: lstm}\ndata: {kind: formal_language}\n")
     queue = finish(write_run(runs / "q", "StackTrans", "even_pairs", "model.memory.discipline=queue"), beyond=1.0)
     text = format_formal(runs.parent)
-    assert f"- skipped, not a formal language: {other}\n" in text
+    assert f"- skipped, not a formal language: {without_task}, {other}\n" in text
     assert f"- skipped, the table has no column for this model: {queue}\n" in text
     with pytest.raises(RunError, match=r"^nothing: no such folder; give run folders"):
         collect_results(["nothing"], ALL_LENGTHS)

@@ -216,7 +216,7 @@ def _read_curve(column: Column, score: str) -> tuple[dict[int, float], int]:
     num_tasks = 0
     for line in column.folder.read_metrics() if column.folder else []:
         values = [v for tag, v in line.items() if tag.startswith(f"{DOWNSTREAM}/") and tag.endswith(f"/{score}")]
-        if values and None not in values:
+        if values and type(line.get("tokens")) is int and all(isinstance(value, int | float) for value in values):
             curve[line["tokens"]], num_tasks = math.fsum(values) / len(values), len(values)
     return curve, num_tasks
 

@@ -1,11 +1,11 @@
 """The paper's efficiency table: training, inference and memory over the Transformer, measured by `bench efficiency`."""
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
 
 from stackexp.errors import RunError
+from stackexp.files import read_json
 from stackexp.reports.report import PALETTE, Report, Table, new_figure
 from stackexp.tables import ABSENT
 
@@ -24,7 +24,10 @@ LEGEND = (
 
 def build_efficiency(path: Path) -> Report:
     """Build the report of one file. Raises RunError if `bench efficiency` did not write it."""
-    return build_report(read_record(path), path)
+    try:
+        return build_report(read_record(path), path)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise RunError(f"{path}: damaged; give a file that `bench efficiency --out` wrote") from None
 
 
 def build_report(record: dict[str, Any], path: Path | None = None) -> Report:
@@ -81,10 +84,10 @@ def _build_record(name: str, row: dict[str, Any]) -> dict[str, Any]:
 def read_record(path: Path) -> dict[str, Any]:
     """Read a file of `bench efficiency --out`. Raises RunError for other files."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise RunError(f"{path}: {reason}; give a file that `bench efficiency --out` wrote") from None
+        record = read_json(path)
+    except (OSError, RunError) as error:
+        reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else error
+        raise RunError(f"{reason}; give a file that `bench efficiency --out` wrote") from None
     rows = record.get("rows") if isinstance(record, dict) else None
     is_valid = rows and all(isinstance(row, dict) and "model" in row for row in rows)
     is_valid = is_valid and all("train_ratio" in row or "error" in row for row in rows)

@@ -244,7 +244,7 @@ def collect_results(paths: Sequence[Path | str], lengths: Lengths) -> Results:
     for row in list_rows(load_runs(paths)):
         if row["state"] == "damaged":
             skipped[row["problem"]].append(row["path"])
-        elif row.get("data.kind") != "formal_language":
+        elif row.get("data.kind") != "formal_language" or not isinstance(row.get("data.task"), str):
             skipped["not a formal language"].append(row["path"])
         elif column := columns.get(get_model_label(row)):
             evaluations, unused = _read_tests(row)
