@@ -198,3 +198,9 @@ def test_text_is_kept_as_written(tmp_path):
         assert found == (name, "2025_07", "10:00:00:00", "1e3")
         (tmp_path / "config.yaml").write_text(to_yaml(config))
         assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_an_integer_for_a_number_gives_no_warning(recwarn):
+    config = compose(["quickstart"], ["schedule.final_fraction=0"])
+    assert type(config.schedule.final_fraction) is float
+    assert not recwarn.list

@@ -139,6 +139,12 @@ def test_any_value_is_accepted_or_raises_config_error(key, value):
         ("# c\n\ntrainer:\n  max_steps: many\n", "x.yaml:4: trainer.max_steps: expected an integer >= 1, found 'many'"),
         ("model: {num_layers: [1\n", "x.yaml:2: not valid YAML: "),
         ("seed: !!python/object:os.system {}\n", "x.yaml:1: not valid YAML: "),
+        (
+            "model: !!python/object:os.system {num_layers: 1}\n",
+            "x.yaml:1: not valid YAML: remove the tag tag:yaml.org,",
+        ),
+        ("trainer:\n  max_steps: '10'\n", "x.yaml:2: trainer.max_steps: expected an integer >= 1, found '10'"),
+        ("!include\nseed: 1\n", "x.yaml:1: not valid YAML: remove the tag !include"),
         ("seed: 1\nname: a\nseed: 2\n", "x.yaml:3: duplicate key 'seed'"),
         ("model: &a\n  memory: *a\n", "x.yaml:1: nested too deeply, or an anchor contains itself"),
         ("data: " + "{a: " * 900 + "1" + "}" * 900, "x.yaml:1: nested too deeply"),
@@ -208,5 +214,6 @@ def test_error_for_an_old_key_names_the_new_key():
 
 
 def test_error_for_an_old_value_and_a_removed_key():
-    assert compose_error([BASE], "model.positional=sin_cos").endswith("'sin_cos' was renamed; use 'sinusoidal'")
+    assert compose_error([BASE], "trainer.accelerator=gpu").endswith("'gpu' is not a valid name; use 'cuda'")
+    assert compose_error([BASE], "model.positional=sin_cos").endswith("'sin_cos' is not a valid name; use 'sinusoidal'")
     assert compose_error([BASE], "beside.x=[seed=1]").endswith("beside: removed; run a sweep instead")

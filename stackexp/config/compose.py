@@ -43,7 +43,7 @@ RENAMED_KEYS = {
     "trainer.checkpoint_minutes": "trainer.checkpoint_interval_minutes",
     "trainer.collective_timeout": "trainer.collective_timeout_seconds",
 }
-RENAMED_VALUES = {("model.positional", "sin_cos"): "sinusoidal"}
+RENAMED_VALUES = {("model.positional", "sin_cos"): "sinusoidal", ("trainer.accelerator", "gpu"): "cuda"}
 RUN_FILES = (".stackexp", "environment.json")  # of a run folder, whose config.yaml may be of an earlier version
 REMOVED_KEYS = {
     "beside": "run a sweep instead",
@@ -63,7 +63,7 @@ def explain_old_key(key: str) -> str:
 def explain_old_value(key: str, value: Any) -> str:
     """Return the fix for a value of an earlier version, or "" if the value was never valid."""
     new = RENAMED_VALUES.get((key, value)) if isinstance(value, str) else None
-    return f"{value!r} was renamed; use {new!r}" if new else ""
+    return f"{value!r} is not a valid name; use {new!r}" if new else ""
 
 
 def compose(
@@ -221,9 +221,13 @@ def _set_value(
 ) -> None:
     """Set one value. Stricter than OmegaConf, which accepts numbers for booleans and mappings for text."""
     rejected = {bool: int, str: dict, dict: str, list: str}.get(typing.get_origin(hint) or hint)
-    if value == "???" or (rejected and type(value) is rejected):  # "???" is OmegaConf's mark for a missing value
+    types = {hint, *typing.get_args(hint)}
+    is_quoted_number = isinstance(value, str) and "${" not in value and types & {int, float, bool} and str not in types
+    if value == "???" or (rejected and type(value) is rejected) or is_quoted_number:  # "???" marks a missing value
         raise wrong_value_error(origin, key, hint, metadata, value)
     try:
+        if type(value) is int and hint in (float, float | None):
+            value = float(value)  # OmegaConf warns about an implicit conversion
         if isinstance(value, list):
             is_text = typing.get_args(hint) == (str,)
             node[name] = [str(item) if is_text and isinstance(item, int | float) else item for item in value]
@@ -247,17 +251,25 @@ def _suggest_key(name: str, path: str, root: DictConfig) -> str:
     """Return a hint for an unknown key: the kinds that have it, the closest key here, or the same name elsewhere."""
     if "." in name:
         return "; nest the parts of a dotted key, or give it as an override"
-    section = path.rstrip(".")
+    section, is_config = path.rstrip("."), OmegaConf.get_type(root) is ExperimentConfig
+    if not section and is_config and name in ("config", "grid", "axes", "list", "seeds"):
+        return "; a sweep has it: use `sweep run FILE`"
+    if not section and not is_config and name in ExperimentConfig.__dataclass_fields__:
+        return "; a config has it: use `fit --config FILE`"
     if kinds := find_kinds_with(name, SECTIONS.get(section, "")):
         return f"; it exists for {section}.kind: {', '.join(kinds)}"
     known = _list_keys(root)
-    if OmegaConf.get_type(root) is ExperimentConfig:
-        known += [section for section in list_sections() if any(key.startswith(f"{section}.") for key in known)]
+    if is_config:
+        known = [section for section in list_sections() if any(key.startswith(f"{section}.") for key in known)] + known
     siblings = {key.removeprefix(path).split(".")[0] for key in known if key.startswith(path)}
     candidates = {sibling: path + sibling for sibling in siblings}
     found = candidates.get(find_closest(name, siblings) or "")
     found = found or next((key for key in known if key.split(".")[-1] == name), None)
-    return f"; did you mean {found!r}?" if found else f"; {section or 'a config'} has {', '.join(sorted(siblings))}"
+    return (
+        f"; did you mean {found!r}?"
+        if found
+        else f"; {section or ('a config' if is_config else 'a sweep')} has {', '.join(sorted(siblings))}"
+    )
 
 
 # Interpolation

@@ -99,6 +99,8 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
     def read_mapping(self, node: yaml.MappingNode) -> Tree:
         tree: Tree = {}
+        if node.tag != self.DEFAULT_MAPPING_TAG:
+            raise ConfigError(f"{self.get_origin(node)}: not valid YAML: remove the tag {node.tag}")
         for key_node, value_node in node.value:
             key, origin = self.read_leaf(key_node).value, self.get_origin(key_node)
             if not isinstance(key, str):
