@@ -1,7 +1,6 @@
 """The Lightning Trainer of a config (for fit, validate and test), its callbacks, and a check that the model fits."""
 
 import logging
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,6 +142,8 @@ def check_model_fits(config: ExperimentConfig) -> None:
 
 def _read_free_bytes(device_type: str) -> int:
     if device_type == "cuda":
-        return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else sys.maxsize  # reported later
+        if not torch.cuda.is_available():
+            raise RunError("trainer.accelerator=cuda: torch finds no GPU; use auto or cpu, or check nvidia-smi")
+        return torch.cuda.mem_get_info()[0]
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(lines["MemAvailable"].split()[0]) * 1024

@@ -57,7 +57,8 @@ def test_unusable_checkpoint_or_busy_folder_is_refused(capsys, run, tiny, tmp_pa
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_unavailable_devices_are_reported(capsys, tiny, tmp_path):
-    assert "trainer.accelerator=cuda" in get_error(capsys, "fit", "--config", tiny, "trainer.accelerator=cuda")
+    error = get_error(capsys, "fit", "--config", tiny, "trainer.accelerator=cuda")
+    assert "trainer.accelerator=cuda: torch finds no GPU; use auto or cpu" in error
     assert not (tmp_path / "runs").exists()
 
 
