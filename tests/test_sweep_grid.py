@@ -196,6 +196,7 @@ def test_errors_name_file_line_and_nearest_valid_name():
     assert f"center.{S}: no axis or grid has this name" in get_error(axes={H: [1, 2]}, center={H: 1, S: 1})
     for section, value in {"grid": {"seed": [1]}, "list": [{"seed": 1}]}.items():
         assert f"{section}: seed is set by two of grid, axes" in get_error(**{section: value}, seeds=[2])
+    assert "objective: score_41_500 is an accuracy; set direction: maximize" in get_error(objective="score_41_500")
     assert "name: 'a b' cannot name a folder" in get_error(name="a b")
     duplicates = [{"name": "a"}, {"name": "b", "trainer.devices": 2}]
     assert "study.yaml: a and b are the same trial: their configs differ in nothing" in get_error(list=duplicates)

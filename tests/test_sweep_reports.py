@@ -52,7 +52,7 @@ def test_bigram_counts_are_the_last_row(capsys):
 
 
 def test_objective_may_be_missing_or_maximized(capsys):
-    sweep = build_sweep(grid={H: [1, 2]}, objective="average.accuracy")
+    sweep = build_sweep(grid={H: [1, 2]}, objective="average.accuracy", direction="maximize")
     assert cli.main(["sweep", "results", "study.yaml"]) == 1
     assert "no finished trials yet" in capsys.readouterr().err
     finish_trial(sweep.trials[0], 2.0)

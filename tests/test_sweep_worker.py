@@ -23,7 +23,7 @@ def study(tmp_path) -> Study:
 
 
 def test_worker_runs_every_trial_once(study):
-    study.write(objective="average.accuracy")
+    study.write(objective="average.accuracy", direction="maximize")
     output = study.run()
     assert study.get_states() == [State.DONE] * 4
     assert study.count_attempts() == [1] * 4

@@ -123,7 +123,9 @@ class SweepConfig:
     list: "list[dict[str, Any]]" = field(default_factory=list)  # one trial each: `name`, and its keys
 
     def find_errors(self) -> Errors:
-        """Check the axes, the name, and that no key is set twice."""
+        """Check the direction, the axes, the name, and that no key is set twice."""
+        if self.direction == "minimize" and re.search("accuracy|^score_", self.objective):
+            yield "objective", f"{self.objective} is an accuracy; set direction: maximize"
         yield from self._find_duplicate_keys()
         for key in self.axes.keys() - self.center.keys():
             yield f"axes.{key}", f"no center; set center.{key}, its value while other axes vary"
