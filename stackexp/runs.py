@@ -336,8 +336,15 @@ def open_run(path: str) -> RunFolder:
     """Return the run folder at `path`. Raises RunError if it is not a run folder."""
     run = RunFolder(Path(path))
     if not run.config.is_file():
-        raise RunError(f"{path}: not a run folder (no config.yaml); give runs/<name>/<id>")
+        raise no_run_error(path)
     return run
+
+
+def no_run_error(path: str) -> RunError:
+    """Return the error for a path that is not a run folder; it suggests the last run in a folder of runs."""
+    found = sorted(Path(path).glob("*/config.yaml")) or sorted(Path("runs", path).glob("*/config.yaml"))
+    hint = f"did you mean {found[-1].parent}?" if found else "give runs/<name>/<id>"
+    return RunError(f"{path}: not a run folder (no config.yaml); {hint}")
 
 
 def describe_environment() -> dict[str, Any]:

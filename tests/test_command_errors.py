@@ -1,6 +1,7 @@
 """Mistakes on the command line end with exit code 2 and one line, and write nothing."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,14 @@ from stackexp import cli
 VERBS = ", ".join(dict.fromkeys(name.split()[0] for name in cli.VERBS))
 MISTAKES = {
     "fti": "unknown verb 'fti'; did you mean 'fit'?",
+    "train --config quickstart": "unknown verb 'train'; did you mean 'fit'?",
+    "list": "unknown verb 'list'; did you mean 'configs list' or 'runs list'?",
+    "list runs": "unknown verb 'list'; did you mean 'runs list'?",
+    "fit --config quick_grid": "quick_grid is a sweep; run it with `sweep run quick_grid`",
+    "sweep run quickstart": "quickstart is a config; run it with `fit --config quickstart`",
+    "fit --config quickstart --resume": "override --resume: not an option of this verb; see --help",
+    "fit --config quickstart seed = 3": "override seed: expected KEY=VALUE, without spaces",
+    "plan --config quickstart memory=a": "override memory=a: memory: unknown key; did you mean 'model.memory'?",
     "--config quickstart": f"expected a verb before --config; choose {VERBS}",
     "data prepar": "data: unknown verb 'prepar'; did you mean 'prepare'?",
     "bench efficency": "bench: unknown verb 'efficency'; did you mean 'efficiency'?",
@@ -80,3 +89,31 @@ def test_a_mistake_is_one_line(command, message, tmp_path, monkeypatch, capsys):
     assert output.err.startswith(f"error: {message}")
     assert output.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    {
+        "fit --config my": "unknown config 'my'; did you mean 'my.yaml'?",
+        "fit --config runs/a/1": "unknown config 'runs/a/1'; did you mean 'runs/a/1/config.yaml'?",
+        "validate --run a": "validate: --run a: not a run folder (no config.yaml); did you mean runs/a/1?",
+        "validate --run runs/a": "validate: --run runs/a: not a run folder (no config.yaml); did you mean runs/a/1?",
+        "fit --config quickstart --ckpt_path a": "a: no such checkpoint; give a folder in a run's checkpoints/, or",
+        "runs show a": "a: not a run folder (no config.yaml); did you mean runs/a/1?",
+        "sweep run my.yaml": "my.yaml:1: seed: unknown key; a config has it: use `fit --config FILE`",
+        "fit --config my-sweep.yaml": "my-sweep.yaml:1: config: unknown key; a sweep has it: use `sweep run FILE`",
+    }.items(),
+)
+def test_a_wrong_name_suggests_a_file_that_exists(command, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/a/1").mkdir(parents=True)
+    for path in "my.yaml", "runs/a/1/config.yaml":
+        Path(path).write_text("seed: 1\n")
+    Path("my-sweep.yaml").write_text("config: quickstart\n")
+    assert cli.main(shlex.split(command)) in (1, 2)
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_an_error_in_a_trial_names_the_trial(capsys):
+    assert cli.main(["sweep", "run", "formal/quick", "--dry-run", "model.memory.num_slots=4"]) == 2
+    assert capsys.readouterr().err.endswith("(trial transformer)\n")

@@ -77,9 +77,12 @@ def find_config(name: str, origin: str = "", folder: Path = Path()) -> Path:
         return get_configs_folder() / f"{name}.yaml"
     if Path(name).is_file():
         return Path(name)
+    if name in list_yaml_names(get_configs_folder().parent / "sweeps", "**/*.yaml"):
+        raise ConfigError(f"{prefix}{name} is a sweep; run it with `sweep run {name}`")
+    files = [path for path in (f"{name}.yaml", f"{name}.yml", str(Path(name, "config.yaml"))) if Path(path).is_file()]
     known = {full.split("/")[-1]: full for full in names} | {full: full for full in names}
-    found = find_closest(name, known)
-    hint = f"did you mean {known[found]!r}?" if found else "`configs list` shows the names"
+    found = files[0] if files else known.get(find_closest(name, known) or "")
+    hint = f"did you mean {found!r}?" if found else "`configs list` shows the names"
     raise ConfigError(f"{prefix}unknown config {name!r}; {hint}")
 
 
@@ -263,12 +266,14 @@ def split_overrides(arguments: list[str]) -> list[tuple[str, str, str]]:
         key, equals, value = argument.removeprefix("--").partition("=")
         if not equals and argument.startswith("--"):
             if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"override {argument}: missing value; write {argument}=VALUE")
+                is_key = key.split(".")[0] in ExperimentConfig.__dataclass_fields__
+                hint = f"missing value; write {argument}=VALUE" if is_key else "not an option of this verb; see --help"
+                raise ConfigError(f"override {argument}: {hint}")
             value = rest.pop(0)
             argument = f"{argument} {value}"
         elif not equals:
             is_config = argument in list_config_names() or argument.endswith((".yaml", ".yml"))
-            hint = f"; for a config write --config {argument}" if is_config else ""
+            hint = f"; for a config write --config {argument}" if is_config else ", without spaces"
             raise ConfigError(f"override {argument}: expected KEY=VALUE{hint}")
         origin = origin or f"override {argument}"
         if not all(part.strip() == part != "" for part in key.split(".")):

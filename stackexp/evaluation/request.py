@@ -141,7 +141,7 @@ def identify_checkpoint(checkpoint: Path) -> list:
     """
     path, key = checkpoints.split_path(checkpoint)
     if not path.exists():
-        raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")
+        raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/")
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     state = path / checkpoints.STATE

@@ -202,7 +202,7 @@ def load_state(path: Path) -> dict[str, Any]:
     if path.is_file():
         raise RunError(f"{path}: a checkpoint is a folder, but this is a file; give a folder in a run's checkpoints/")
     if not path.is_dir():
-        raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")
+        raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/")
     if not (path / STATE).exists():
         raise RunError(f"{path}: not a stackexp checkpoint (no {STATE}); give a folder in a run's checkpoints/")
     verify_manifest(path, only=STATE)

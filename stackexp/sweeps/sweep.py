@@ -14,7 +14,14 @@ import yaml
 from stackexp.config.affects import flatten_config
 from stackexp.config.compose import build_dataclass, compose, load_config
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.layers import LocatedOverride, find_config, find_origin, list_sections, split_overrides
+from stackexp.config.layers import (
+    LocatedOverride,
+    find_config,
+    find_origin,
+    list_config_names,
+    list_sections,
+    split_overrides,
+)
 from stackexp.config.registry import find_trusted_file
 from stackexp.config.yaml_files import Leaf, Tree, display_path, read_file, read_value
 from stackexp.errors import ConfigError, suggest_name
@@ -88,7 +95,12 @@ class Sweep:
 
     def build_trial(self, values: Values, label: str) -> Trial:
         """Compose the trial with these values. An existing folder with the same hash keeps its name."""
-        config = self._compose_seed(values)
+        try:
+            config = self._compose_seed(values)
+        except ConfigError as error:
+            if not values or str(error).startswith(tuple(f"{self._get_origin(key)}: " for key in values)):
+                raise
+            raise ConfigError(f"{error} (trial {label})") from error
         digest = compute_config_hash(config)
         path = self._existing_folders.get(digest, self.folder / f"{label}-{digest}")
         return Trial(RunFolder(path), config, values)
@@ -249,6 +261,8 @@ def _find_sweep(target: str) -> Path:
     names = list_shipped()
     if target in names:
         return get_shipped_folder() / f"{target}.yaml"
+    if target in list_config_names():
+        raise ConfigError(f"{target} is a config; run it with `fit --config {target}`")
     if Path(target).is_file():
         return Path(target)
     if target.endswith((".yaml", ".yml")):

@@ -147,15 +147,17 @@ class Parser(argparse.ArgumentParser):
                 raise argparse.ArgumentTypeError("is empty")
             return text
 
+        *self.checkpoint_names, _ = metavar.split("|")
         self.add_argument("--ckpt_path", metavar=metavar, type=parse, help=description)
 
     def check_checkpoint(self, ckpt_path: str | None) -> None:
         """Raise RunError if `ckpt_path` is a path that does not exist; <step>/ema is part of the checkpoint <step>."""
-        if ckpt_path in (None, "best", "last", "ema"):
+        if ckpt_path is None or ckpt_path in self.checkpoint_names:
             return
         path = Path(ckpt_path)
         if not path.exists() and not (path.name == "ema" and path.parent.is_dir()):
-            raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")
+            names = ", ".join(self.checkpoint_names)
+            raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, or {names}")
 
     def check_output(self, option: str, path: Path | None, suffixes: Sequence[str]) -> None:
         """Raise ConfigError if an output path is given without one of the suffixes, or in a folder that is missing."""
@@ -170,7 +172,9 @@ class Parser(argparse.ArgumentParser):
         """Return the config.yaml of a run folder. Raises ConfigError if there is none."""
         path = Path(run, "config.yaml")
         if not path.is_file():
-            self.error(f"--run {run}: not a run folder (no config.yaml); give runs/<name>/<id>")
+            from stackexp.runs import no_run_error
+
+            self.error(f"--run {no_run_error(run)}")
         return path
 
 

@@ -31,7 +31,7 @@ class Validate(Verb):
         run = "run folder; uses its config and newest checkpoint (formal languages: the best one)"
         model.add_argument("--run", metavar="FOLDER", help=run)
         parser.add_config(model)
-        parser.add_ckpt_path("best|ema|PATH", "score this checkpoint; required with --config")
+        parser.add_ckpt_path("best|last|ema|PATH", "score this checkpoint; required with --config")
         sets = f"names from {section}, v2 and v3 (see `data fetch`), or NAME=PATH of a set or a folder of sets"
         parser.add_argument("--sets", action="append", default=[], metavar="NAME,...", help=sets)
         parser.add_argument(
