@@ -1,6 +1,7 @@
 """Copies of runs that are small enough to commit, and documents whose tables are made from them."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,14 @@ def test_a_run_that_cannot_be_copied_leaves_no_files(runs, capsys, file, content
     assert main(["runs", "copy", str(run), "--to", "copies"]) == 1
     assert message in capsys.readouterr().err
     assert list(Path("copies").iterdir()) == [mine]
+
+
+def test_a_pipe_among_the_losses_of_chunks_is_one_line(runs, capsys):
+    run = runs / "stacktrans-seed=0-0123abc1"
+    (run / "validate.chunks" / "held-out.npy").unlink()
+    os.mkfifo(run / "validate.chunks" / "held-out.npy")
+    assert main(["runs", "copy", str(run), "--to", "copies"]) == 1
+    assert capsys.readouterr().err.endswith("held-out.npy: not a regular file; replace it by one\n")
 
 
 def test_tables_of_a_document_are_replaced(runs, capsys):

@@ -26,6 +26,8 @@ def copy_run(folder: RunFolder, target: Path) -> None:
     for path in [*paths, *chunks, *(path for root in chunks for path in root.rglob("*"))]:
         if path.is_symlink():
             raise RunError(f"{path}: a symbolic link; replace it by the file")
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise RunError(f"{path}: not a regular file; replace it by one")
     records = {record.pop("file"): record for record in read_validations(folder)}
     records |= {path.name: read_json(path) for path in list_tests(folder)}
     folder.read_options()  # raises an error for damage
