@@ -1,6 +1,7 @@
 """File primitives: atomic writes, JSON and JSON Lines files, file locks, hashes. Imports nothing heavy."""
 
 import fcntl
+import functools
 import hashlib
 import io
 import json
@@ -10,13 +11,16 @@ import secrets
 import shutil
 import stat
 import sys
+import typing
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from stackexp.errors import RunError
+
+T = TypeVar("T")
 
 
 def open_regular(path: Path, mode: str = "r") -> IO[Any]:
@@ -119,6 +123,29 @@ def read_json(path: Path) -> Any:
             return json.load(file)
     except (ValueError, RecursionError) as error:
         raise RunError(f"{path}: not valid JSON: {error}") from error
+
+
+def build_record(kind: type[T], contents: Any) -> T:
+    """Build a dataclass of text, counts and lists from the contents of a JSON file.
+
+    Raises TypeError if a field is missing, unknown or of another type, or a count is negative.
+    """
+    record = kind(**contents)
+    for name, hint in _get_hints(kind).items():
+        if not _has_type(value := getattr(record, name), hint):
+            raise TypeError(f"{name} is {value!r:.60}")
+    return record
+
+
+_get_hints = functools.cache(typing.get_type_hints)
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    if types := typing.get_args(hint):
+        if typing.get_origin(hint) is list:
+            return type(value) is list and all(_has_type(item, types[0]) for item in value)
+        return any(_has_type(value, item) for item in types)
+    return type(value) is hint and (hint is not int or value >= 0)
 
 
 def write_json(path: Path, value: Any, *, indent: int = 2) -> None:

@@ -335,3 +335,46 @@ def test_part_prints_the_next_step(tmp_path, capsys, monkeypatch):
     assert main(command) == 0
     assert os.environ["RAYON_NUM_THREADS"] == "1", "the threads of the tokenizers library"
     assert np.array(TokenSet(tmp_path / "set")[0]).shape == (64,)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("plan.json", {"sources": [5]}, "plan.json: corrupt"),
+        ("plan.json", {"sources": None}, "plan.json: corrupt"),
+        ("unit.*/unit.json", {"tail": [-1]}, "unit.json: missing or corrupt"),
+        ("unit.*/unit.json", {"tokens": 1e9}, "unit.json: missing or corrupt"),
+        ("unit.*/index.json", {"shards": None}, "index.json: missing or corrupt"),
+        ("unit.*/index.json", {"shards": []}, "index.json and corpus.json disagree"),
+    ],
+)
+def test_a_damaged_record_of_an_unfinished_set_is_reported(tmp_path, name, change, message):
+    source, folder = tmp_path / "a.txt", tmp_path / "set"
+    source.write_text("one two three " * 100)
+    plan = Preparation(source, vocab_size=300, context_length=16)
+    prepare.prepare(plan, folder, workers=1)
+    (folder / "corpus.json").unlink()
+    (path,) = folder.glob(name)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(RunError, match=message):
+        prepare.prepare(plan, folder, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("corpus.json", {"documents": "7"}),
+        ("corpus.json", {"sources": [5]}),
+        ("index.json", {"bytes": 1}),
+        ("index.json", {"bytes": ["a"]}),
+    ],
+)
+def test_a_damaged_record_of_a_finished_set_is_reported(tmp_path, name, change):
+    (tmp_path / "a.txt").write_text("one two three " * 100)
+    prepare.prepare(Preparation(tmp_path / "a.txt", vocab_size=300, context_length=16), tmp_path / "set", workers=1)
+    path = tmp_path / "set" / name
+    record = json.loads(path.read_text())
+    (record["shards"][0]["raw_data"] if name == "index.json" else record).update(change)
+    path.write_text(json.dumps(record))
+    with pytest.raises(RunError, match=f"{name}: (missing or )?corrupt; prepare the set again"):
+        TokenSet(tmp_path / "set", cache=True)

@@ -289,3 +289,37 @@ def test_an_option_that_is_newer_than_the_checkpoint_must_have_its_default(tmp_p
     del state["stackexp"]["config"]["model"]["memory"]
     with pytest.raises(RunError, match=r"model.memory"):
         check_resumed_config(tmp_path, state, compose(["quickstart"]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "reason"),
+    [
+        (["global_step"], "12", "state.pt: global_step is '12'"),
+        (["stackexp", "config"], None, "state.pt: stackexp: config is None"),
+        (["loops"], None, "state.pt: loops is None"),
+        (["loops", "fit_loop", "epoch_loop.batch_progress", "total", "ready"], "24", "total: ready is '24'"),
+        (["loops", "fit_loop", "state_dict"], {}, "lacks its position in the training data"),
+        (["lr_schedulers"], [], "state.pt: lr_schedulers has 0 values instead of 1"),
+        (["data_record", "hash"], 5, "state.pt: data_record: hash is 5"),
+        (["losses"], ["a"], "state.pt: losses: 0 is 'a'"),
+        (["stackexp", "torch_rng"], torch.zeros(3), "torch_rng is of another type or shape"),
+        (["stackexp", "python_rng"], (3, (), None), "python_rng: 1 has 0 values instead of 625"),
+    ],
+)
+def test_wrong_types_in_a_state_are_reported_in_one_line(unfinished, capsys, keys, value, reason):
+    """The hashes in the manifest are right, as those of an attacker or of a faulty conversion."""
+    path = unfinished.checkpoints / "00000012"
+    tokenizer, state = read_manifest(path)["tokenizer"], torch.load(path / "state.pt", weights_only=True)
+    part = state
+    for key in keys[:-1]:
+        part = part[key]
+    part[keys[-1]] = value
+    torch.save(state, path / "state.pt")
+    (path / "validation.json").unlink()
+    write_manifest(path, 12, tokenizer)
+    for older in ("00000004", "00000008"):
+        shutil.rmtree(unfinished.checkpoints / older)
+    assert main(["fit", "--run", str(unfinished.path)]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: {path}: damaged (")
+    assert reason in line

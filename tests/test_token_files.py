@@ -339,3 +339,24 @@ def test_file_without_end_of_text_is_one_document_with_a_warning(tokenizer, tmp_
     corpus = prepare_set(tmp_path / "a.npy", tmp_path / "to", tokenizer=tokenizer)
     assert (corpus.documents, corpus.tokens) == (1, 101)
     assert "a.npy: contains no end-of-text (id 0), so it is read as one document" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", [{"tokens": "9"}, {"bytes": None}, {"text_bytes": {}}, {"tokenizer": 3.5}])
+def test_a_record_with_another_type_is_corrupt(tmp_path, change):
+    path = tmp_path / "set.npy"
+    np.save(path, np.arange(9, dtype=np.uint16))
+    record = {"sha256": "0", "bytes": path.stat().st_size, "tokens": 9, "vocab_size": 9, "tokenizer": "", "source": ""}
+    path.with_name("set.npy.json").write_text(json.dumps(record | change))
+    with pytest.raises(RunError, match=r"set\.npy\.json: corrupt; delete it"):
+        TokenFile(path)
+    path.with_name("set.npy.json").write_text(json.dumps(record | {"tokens": 8}))
+    with pytest.raises(RunError, match="9 ids, but its record has 8"):
+        TokenFile(path)
+
+
+def test_a_header_of_npy_that_python_cannot_tokenize_is_reported(tmp_path):
+    path = tmp_path / "set.npy"
+    np.save(path, np.arange(9, dtype=np.uint16))
+    path.write_bytes(path.read_bytes().replace(b")", b" "))
+    with pytest.raises(RunError, match=r"set\.npy: cannot be read \("):
+        TokenFile(path)

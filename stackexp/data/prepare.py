@@ -131,11 +131,14 @@ def _record_plan(record: dict, folder: Path) -> None:
     path = folder / "plan.json"
     earlier = read_json(path) if path.exists() else record
     remedy = "delete the folder or choose another --to"
+    try:
+        differences = set(map(tuple, earlier["sources"])) ^ set(map(tuple, record["sources"]))
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{path}: corrupt; {remedy}") from error
     for key in {**record, **earlier}:
         old, new = earlier.get(key), record.get(key)
         if key != "sources" and old != new:
             raise RunError(f"{folder}: prepared with another {key} ({old or 'none'}, not {new or 'none'}); {remedy}")
-    differences = set(map(tuple, earlier["sources"])) ^ set(map(tuple, record["sources"]))
     if differences:
         first, *others = sorted({name for name, *_ in differences})
         names = f"{first} and {len(others)} more" if others else first
@@ -184,7 +187,8 @@ def prepare(
             if is_part:
                 return None
             sources = [source.name for source in plan.sources]
-            return merge_units(folder, names, load_tokenizer(tokenizer), plan.context_length, sources)
+            merge_units(folder, names, load_tokenizer(tokenizer), plan.context_length, sources)
+            return _load_finished(folder)
 
 
 def _delete_units(folder: Path, keep: set[str]) -> None:

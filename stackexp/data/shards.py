@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from stackexp.data.path_checks import explain_missing_dataset
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
 from stackexp.errors import RunError
-from stackexp.files import compute_sha256, get_cache_root
+from stackexp.files import build_record, compute_sha256, get_cache_root
 
 log = logging.getLogger(__name__)
 
@@ -132,11 +132,13 @@ class TokenSet:
         self._maps: dict[int, np.ndarray] = {}
 
     def _has_format(self, shard: dict[str, Any]) -> bool:
-        """Return True if an entry of index.json describes sequences of this corpus."""
+        """Return True if an entry of index.json describes sequences of this corpus, in a file that can hold them."""
         columns = describe_columns(choose_token_dtype(self.corpus.vocab_size), self.corpus.context_length)
         expected = columns | {"size_limit": shard["size_limit"], "zip_data": None}
         described = {key: value for key, value in shard.items() if key not in ("raw_data", "samples")}
-        return described == expected and type(shard["samples"]) is int
+        samples, size = shard["samples"], shard["raw_data"]["bytes"]
+        has_room = type(samples) is type(size) is int and 0 <= columns["column_sizes"][0] * samples <= size
+        return described == expected and has_room
 
     def _read_corpus(self, options: str) -> Corpus:
         path = self.folder / "corpus.json"
@@ -147,7 +149,7 @@ class TokenSet:
             version = record["format_version"]
             if version != FORMAT_VERSION:
                 raise RunError(f"{path}: format {version}, expected {FORMAT_VERSION}; prepare the set again")
-            return Corpus(**record)
+            return build_record(Corpus, record)
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise RunError(f"{path}: corrupt; prepare the set again") from e
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from stackexp.data.olmo import END_OF_TEXT, TWO_SPACES
 from stackexp.data.shards import choose_token_dtype
 from stackexp.errors import RunError
-from stackexp.files import compute_sha256, read_json, sync_file, write_json
+from stackexp.files import build_record, compute_sha256, read_json, sync_file, write_json
 
 NPY_MAGIC = b"\x93NUMPY"
 REMEDY = "it is truncated or damaged: fetch or make it again"
@@ -68,7 +69,7 @@ def read_record(path: Path) -> FileRecord | None:
     """Return the record of the token file `path`, or None. Raises RunError if the record cannot be read."""
     record = get_record_path(path)
     try:
-        return FileRecord(**read_json(record))
+        return build_record(FileRecord, read_json(record))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -100,7 +101,9 @@ class TokenFile:
             if self.record and size != self.record.bytes:
                 raise RunError(f"{self.name}: {size:,} bytes, but its record has {self.record.bytes:,}; {REMEDY}")
             self.tokens = self._map(size, dtype, vocab_size)
-        except (OSError, ValueError) as error:
+            if self.record and len(self) != self.record.tokens:
+                raise RunError(f"{self.name}: {len(self):,} ids, but its record has {self.record.tokens:,}; {REMEDY}")
+        except (OSError, ValueError, OverflowError, TokenError) as error:
             raise RunError(
                 f"{self.name}: cannot be read ({getattr(error, 'strerror', None) or error}); copy or make it again"
             ) from error

@@ -7,7 +7,6 @@ final name when it is complete, so a unit that exists is complete.
 
 import hashlib
 import json
-import logging
 import multiprocessing
 import os
 import secrets
@@ -43,7 +42,7 @@ from stackexp.data.tokenizer import (
     tokenize_pieces,
 )
 from stackexp.errors import RunError
-from stackexp.files import read_json, sync_file, sync_folder, write_atomically, write_json
+from stackexp.files import build_record, read_json, sync_file, sync_folder, write_atomically, write_json
 from stackexp.terminal import open_bar
 
 BAD_LINES = "bad_lines.log"  # lines "file:line: reason", in each unit and in the merged set
@@ -76,8 +75,8 @@ def name_unit(sources: Sequence[Source]) -> str:
 def read_unit(folder: Path) -> Unit:
     """Read unit.json. Raises RunError if it is missing, corrupt or of the earlier format."""
     try:
-        return Unit(**read_json(folder / RECORD))
-    except (OSError, TypeError) as error:
+        return build_record(Unit, read_json(folder / RECORD))
+    except (OSError, RunError, TypeError) as error:
         raise RunError(f"{folder / RECORD}: missing or corrupt; delete {folder} and prepare it again") from error
 
 
@@ -373,7 +372,8 @@ def merge_units(
     if not corpus.sequences:
         raise RunError(f"{folder}: {_explain_empty(corpus, folder / BAD_LINES)}")
     write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
-    _merge_indexes(folder, [*names, TAILS])
+    shards = [shard for name in [*names, TAILS] for shard in _read_shards(folder / name)]
+    write_atomically(folder / "index.json", json.dumps({"version": 2, "shards": shards}, sort_keys=True))
     write_json(folder / "corpus.json", asdict(corpus), indent=1)
     return corpus
 
@@ -392,25 +392,16 @@ def _explain_empty(corpus: Corpus, log: Path) -> str:
     return f"{found} do not fill one sequence of {corpus.context_length}; add text or lower the context length"
 
 
-def _merge_indexes(folder: Path, names: list[str]) -> None:
-    """Write index.json of `folder` from those of its subfolders, in their order."""
-    from streaming.base.util import merge_index
-
-    (folder / "index.json").unlink(missing_ok=True)  # the library does not replace a file
-    with _keep_log_handlers():
-        merge_index([str(folder.absolute() / name / "index.json") for name in names], str(folder.absolute()))
-
-
-@contextmanager
-def _keep_log_handlers() -> Iterator[None]:
-    """Hide the library's warning about its temporary folder, and remove the log handler that this warning installs."""
-    handlers, disabled = list(logging.root.handlers), logging.root.manager.disable
-    logging.disable(logging.WARNING)
+def _read_shards(folder: Path) -> list[dict[str, Any]]:
+    """Return the entries of a unit's index.json, with paths relative to the set. Raises RunError if it is corrupt."""
+    path = folder / "index.json"
     try:
-        yield
-    finally:
-        logging.disable(disabled)
-        logging.root.handlers[:] = handlers
+        shards = read_json(path)["shards"]
+        for shard in shards:
+            shard["raw_data"]["basename"] = f"{folder.name}/{shard['raw_data']['basename']}"
+    except (OSError, RunError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: missing or corrupt; delete {folder} and prepare it again") from error
+    return shards
 
 
 def write_documents(folder: Path, texts: Iterable[str], tokenizer: Tokenizer, context_length: int) -> Corpus:

@@ -33,9 +33,9 @@ from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS, TRAIN_LOSS
 from stackexp.models import checkpoints
 from stackexp.models.checkpoints import VERSION, CheckpointWriter
 from stackexp.modules.base import TrainingModule
-from stackexp.runs import RunFolder, format_checkpoint_name, remove_checkpoint, write_validation
+from stackexp.runs import RunFolder, damaged_error, format_checkpoint_name, remove_checkpoint, write_validation
 from stackexp.training.callbacks.steps import StepCallback
-from stackexp.training.lightning_internals import rescale_progress
+from stackexp.training.lightning_internals import build_state, has_position, rescale_progress
 from stackexp.training.signals import StopRequest
 from stackexp.training.watchdog import note_progress
 
@@ -74,7 +74,9 @@ class _DistributedCheckpoints:
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
-        state = checkpoints.load_state(path)
+        state, trainer = checkpoints.load_state(path), self.lightning_module.trainer
+        checkpoints.check_structure(path, state, build_state(trainer))
+        state["pytorch-lightning_version"] = pl.__version__  # of the same structure, so nothing is converted
         tensors = self._collect_tensors()
         checkpoints.load_tensors(tensors, path)
         set_model_state_dict(self.lightning_module.model, tensors["model"])
@@ -114,6 +116,7 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
         self._folder, self._config, self._stop = folder, config, stop
         self._writer = CheckpointWriter()
         self._tokenizer_sha256: str | None = None
+        self._loaded: tuple[int, bool] | None = None  # step and `has_position` of the checkpoint that is resumed
 
     def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         # A slow disk writes a checkpoint for longer than a timeout
@@ -122,9 +125,15 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
             self._tokenizer_sha256 = self._folder.read_tokenizer_hash()
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Raise RunError for a training loader whose position would not be saved."""
+        """Raise RunError for a training loader whose position would not be saved, or was not restored."""
         super().on_train_start(trainer, module)
         check_resumable(trainer.train_dataloader)
+        if self._loaded:
+            step, is_positioned = self._loaded
+            needs_position = hasattr(trainer.train_dataloader, "load_state_dict")
+            if trainer.global_step != step or (needs_position and not is_positioned):
+                reason = f"{checkpoints.STATE} lacks its position in the training data, or counts other steps"
+                raise damaged_error(Path(str(trainer.ckpt_path)), reason)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer)
@@ -142,7 +151,7 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Restore the random states, those of rank 0 on all ranks, and rescale the progress."""
-        state = checkpoint["stackexp"]
+        state, self._loaded = checkpoint["stackexp"], (checkpoint["global_step"], has_position(checkpoint))
         random.setstate(state["python_rng"])
         torch.set_rng_state(state["torch_rng"])
         cuda_rng = state["cuda_rng"]

@@ -8,6 +8,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from stackexp.errors import RunError
+
 
 def keep_signal_handlers(trainer: pl.Trainer) -> None:
     """Prevent Lightning from installing signal handlers.
@@ -35,6 +37,21 @@ def set_max_steps(trainer: pl.Trainer, steps: int) -> None:
     trainer.fit_loop.epoch_loop.max_steps = steps
 
 
+def build_state(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the state that a checkpoint would have now, without that of callbacks.
+
+    Lightning restores a state without checking its types, and has no public method that returns one.
+    """
+    schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=True) | {"lr_schedulers": schedulers}
+
+
+def has_position(checkpoint: dict[str, Any]) -> bool:
+    """Return True if a checkpoint holds the position of the training loader; `StepBatches` needs none."""
+    states = checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader")
+    return isinstance(states, list) and len(states) == 1 and isinstance(states[0], dict)
+
+
 def rescale_progress(checkpoint: dict[str, Any], before: int, now: int) -> None:
     """Convert the micro-batch counts of a checkpoint in place, from `before` to `now` micro-batches per optimizer step.
 
@@ -43,6 +60,7 @@ def rescale_progress(checkpoint: dict[str, Any], before: int, now: int) -> None:
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
         ready = counts["ready"]
-        assert ready % before == 0, "checkpoints are saved between two optimizer steps"
+        if before < 1 or ready % before:  # checkpoints are saved between two optimizer steps
+            raise RunError(f"{ready} micro-batches in the checkpoint are not whole steps of {before}; use an older one")
         for key, count in counts.items():  # the last micro-batch is completed after the callbacks that save
             counts[key] = ready // before * now - (ready - count)

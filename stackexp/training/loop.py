@@ -10,7 +10,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.errors import RunError, StoppedError, first_line
+from stackexp.errors import DamagedCheckpointError, RunError, StoppedError, first_line
 from stackexp.files import compute_sha256
 from stackexp.models.warm_start import prepare_warm_start
 from stackexp.modules.base import TrainingModule
@@ -107,6 +107,8 @@ def _append_newest_checkpoint(folder: RunFolder) -> Iterator[None]:
     """Append the newest checkpoint, or the command that resumes, to the message of an error or a stop."""
     try:
         yield
+    except DamagedCheckpointError:
+        raise
     except RunError as error:
         raise RunError(f"{error}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
     except RuntimeError as error:
