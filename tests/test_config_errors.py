@@ -62,6 +62,8 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
         ("trainer.max_steps=???", "override trainer.max_steps=???: trainer.max_steps: expected an integer >= 1"),
         (f"name={'a' * 256}", f"override name={'a' * 256}: name: a part of it is longer than 200 characters"),
         ("model.hidden_size=1000000000000", "model.hidden_size: expected an integer from 1 to 1048576"),
+        ("model.vocab_size=4294967296", "model.vocab_size: expected an integer from 1 to 2147483647"),
+        ("model.memory.head_dim=4294967296", "model.memory.head_dim: expected an integer from 1 to 1048576"),
         ("model.memory.action_noise=1e300", "model.memory.action_noise: expected a number of at most 1e+30"),
         (f"trainer.cross_entropy_chunk=1{'0' * 23}", "expected a number of at most 9.22337e+18"),
     ],

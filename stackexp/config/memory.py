@@ -25,9 +25,9 @@ class StackMemoryConfig:
     (token_major)."""
     discipline: Literal["stack", "queue", "push_only"] = "stack"
     """Element that a pop removes: the newest (stack) or the oldest (queue). push_only always pushes and never pops."""
-    num_heads: int = option(4, min=1)
+    num_heads: int = option(4, min=1, max=2**20)
     """Number of stacks H."""
-    head_dim: int = option(16, min=1)
+    head_dim: int = option(16, min=1, max=2**20)
     """Size d_s of an element."""
     num_slots: int = option(24, min=1, max=2**20)
     """Number of slots S of each stack; independent of the parameter shapes."""
@@ -71,7 +71,7 @@ class StackMemoryConfig:
     """Compute actions and pushes from h_t + F f(R_{t-1}), where R is the read (axis: time)."""
     feedback_activation: Literal["identity", "tanh", "gated"] = "identity"
     """The function f; gated is tanh(a) tanh(b) of two pre-activations and can represent products."""
-    feedback_hidden_size: Optional[int] = option(None, min=1)
+    feedback_hidden_size: Optional[int] = option(None, min=1, max=2**22)
     """Width of a hidden layer f(U h_t + V R_{t-1}), which feeds actions and pushes through its own linear map; null
     has none."""
 
@@ -195,5 +195,5 @@ class ValueSkipConfig:
     """A low-rank skip from the embedding into every layer."""
 
     kind: str = "value_skip"
-    rank: int = option(16, min=1)
+    rank: int = option(16, min=1, max=2**20)
     """Rank of the skip."""

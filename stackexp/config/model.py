@@ -22,9 +22,9 @@ class TransformerConfig:
     """
 
     kind: str = "transformer"
-    vocab_size: int = option("${data.vocab_size}", min=1)
+    vocab_size: int = option("${data.vocab_size}", min=1, max=2**31 - 1)
     """Number of input token ids."""
-    output_vocab_size: Optional[int] = option(None, min=1)
+    output_vocab_size: Optional[int] = option(None, min=1, max=2**31 - 1)
     """Number of output token ids; null takes vocab_size."""
     hidden_size: int = option(960, min=1, max=2**20)
     """Width d of the hidden state."""
@@ -131,9 +131,9 @@ class RecurrentConfig:
     """Options of all recurrent models: an embedding, `num_layers` layers of `hidden_size`, an output projection."""
 
     kind: str = ""
-    vocab_size: int = option("${data.vocab_size}", min=1)
+    vocab_size: int = option("${data.vocab_size}", min=1, max=2**31 - 1)
     """Number of input token ids."""
-    output_vocab_size: Optional[int] = option(None, min=1)
+    output_vocab_size: Optional[int] = option(None, min=1, max=2**31 - 1)
     """Number of output token ids; null takes vocab_size."""
     hidden_size: int = option(64, min=1, max=2**20)
     """Width of the hidden state."""
@@ -155,7 +155,7 @@ class StackRNNConfig(RecurrentConfig):
     """A tanh RNN that reads the top of a differentiable stack (Joulin & Mikolov 2015)."""
 
     kind: str = "stack_rnn"
-    slot_size: int = option(8, min=1)
+    slot_size: int = option(8, min=1, max=2**20)
     """Size of an element of the stack."""
     num_slots: int = option(64, min=1, max=2**20)
     """Number of slots of the stack; independent of the parameter shapes."""
