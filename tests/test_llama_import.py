@@ -213,3 +213,16 @@ def test_the_command_line_is_checked(tmp_path, capsys):
     save_folder(tmp_path)
     assert main([*arguments, str(tmp_path / "b.safetensors"), "--config", "formal/lstm"]) == 1
     assert capsys.readouterr().err.endswith("; set model.kind=transformer\n")
+
+
+def test_sizes_and_values_that_no_model_has_are_reported(tmp_path, capsys):
+    folder = tmp_path / "hf"
+    save_folder(folder)
+    config = (folder / "config.json").read_text()
+    edit_json(folder / "config.json", vocab_size=2**62)
+    assert "vocab_size: expected an integer from 1 to 2147483647" in get_error(capsys, folder)
+    (folder / "config.json").write_text(config)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "the tensor model.norm.weight has values that are not finite" in get_error(capsys, folder)

@@ -128,7 +128,7 @@ def read_tensors(folder: Path, options: dict[str, Any]) -> dict[str, Tensor]:
     """Return the weights of a folder under the names of a `Transformer` with these model options.
 
     The tensors are mapped from the files, so they take no memory until they are read. Raises RunError if a file is
-    missing or truncated, a tensor is missing or unknown, or a shape differs.
+    missing or truncated, a tensor is missing or unknown, a shape differs, or a value is not finite.
     """
     tensors = _map_files(folder)
     with torch.device("meta"):
@@ -144,6 +144,8 @@ def read_tensors(folder: Path, options: dict[str, Any]) -> dict[str, Tensor]:
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise RunError(f"{folder}: the tensor {name} is {dtype}; quantized weights are not supported")
+        if not tensor.isfinite().all():
+            raise RunError(f"{folder}: the tensor {name} has values that are not finite; download the files again")
     return {ours: tensors[theirs] for theirs, ours in names.items()}
 
 
