@@ -348,3 +348,24 @@ def test_damaged_files_are_reported_in_one_line(saved, file, content):
         write_manifest(saved, 3, None)
         messages.append(get_error(checkpoints.load_state, saved))
     assert all("00000003: damaged" in message and "use an older one" in message for message in messages)
+
+
+@pytest.mark.parametrize("change", ["size", "chunks", "properties", "offset", "relative_path", "tensors", "kind"])
+def test_metadata_of_another_structure_is_damaged(saved, change):
+    """Only a part of a tensor would be loaded, or a value of another type end in a traceback."""
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    name = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
+    tensor = metadata.state_dict_metadata[name]
+    stored = next(stored for index, stored in metadata.storage_data.items() if index.fqn == name)
+    if change == "tensors":
+        metadata.state_dict_metadata = None
+    elif change == "kind":
+        metadata.state_dict_metadata[name] = "x"
+    elif change == "chunks":
+        tensor.chunks[0].sizes = torch.Size([1] * len(tensor.size))
+    else:
+        setattr(stored if hasattr(stored, change) else tensor, change, None)
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    write_manifest(saved, 3, None)
+    for read in (checkpoints.check_files, checkpoints.read_weights):
+        assert "damaged (.metadata has values of wrong types" in get_error(read, saved)

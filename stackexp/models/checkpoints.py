@@ -37,13 +37,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     Metadata,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
@@ -353,23 +351,32 @@ class Reader(dcp.FileSystemReader):
         metadata = _MetadataUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"{type(metadata).__name__} instead of Metadata")
-        _check_types(metadata)
+        try:
+            is_valid = all(map(_is_complete, metadata.state_dict_metadata.items()))
+            is_valid = is_valid and all(map(_is_position, metadata.storage_data.values()))
+        except (AttributeError, TypeError):
+            is_valid = False
+        if not is_valid:
+            raise pickle.UnpicklingError(".metadata has values of wrong types, or parts of a tensor")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
-def _check_types(metadata: Metadata) -> None:
-    """Raise pickle.UnpicklingError if a value of .metadata that the readers use is of another type."""
-    stored, files = metadata.state_dict_metadata, metadata.storage_data
-    is_valid = isinstance(stored, dict) and isinstance(files, dict)
-    is_valid = is_valid and all(isinstance(item, _StorageInfo) for item in files.values())
-    for name, value in stored.items() if is_valid else ():
-        is_tensor = isinstance(value, TensorStorageMetadata) and isinstance(value.properties, TensorProperties)
-        has_shape = is_tensor and isinstance(value.size, torch.Size) and isinstance(value.properties.dtype, torch.dtype)
-        is_valid = is_valid and isinstance(name, str) and (has_shape or isinstance(value, BytesStorageMetadata))
-    if not is_valid:
-        raise pickle.UnpicklingError(".metadata has values of wrong types")
+def _is_complete(entry: tuple[str, Any]) -> bool:
+    """Return True if the parts of a stored tensor have as many elements as the whole; other values pass."""
+    name, stored = entry
+    if not isinstance(stored, TensorStorageMetadata):
+        return isinstance(stored, BytesStorageMetadata) and not name.startswith(("model.", f"{EMA}."))
+    shapes = [stored.size, *(chunk.sizes for chunk in stored.chunks)]
+    is_typed = isinstance(stored.properties.dtype, torch.dtype) and all(isinstance(s, torch.Size) for s in shapes)
+    return is_typed and shapes[0].numel() == sum(shape.numel() for shape in shapes[1:])
+
+
+def _is_position(stored: Any) -> bool:
+    """Return True if a value has a position in a file."""
+    numbers = (stored.offset, stored.length)
+    return isinstance(stored.relative_path, str) and all(type(n) is int and n >= 0 for n in numbers)
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
