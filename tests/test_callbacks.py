@@ -176,7 +176,7 @@ def save_state(device: torch.device) -> dict:
     module = SimpleNamespace(config=config, tokens=0)
     make_checkpoint().on_save_checkpoint(make_device_trainer(device), module, checkpoint)
     progress = {name: {"ready": 0, "completed": 0} for name in ("total", "current")}
-    return checkpoint | {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}
+    return checkpoint | {"global_step": 0, "loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}
 
 
 def make_checkpoint() -> StepCheckpoint:
