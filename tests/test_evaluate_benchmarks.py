@@ -249,6 +249,11 @@ def test_what_does_not_fit_into_the_context_is_cut_and_counted(trained, datasets
         assert ours.tasks[name].num_cut == theirs.tasks[name].num_cut == cut
         assert ours.tasks[name].accuracy == theirs.tasks[name].accuracy
         assert ours.tasks[name].bits_per_byte == pytest.approx(theirs.tasks[name].bits_per_byte, abs=1e-5)
+    content = (copy / "tokenizer_config.json").read_text()
+    (copy / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    assert evaluate("--model", f"hf:{copy}", *names, "--trust-remote-code") == 1
+    assert "is outside the vocabulary of" in read_error(capsys), "LlamaTokenizer adds its own special tokens"
+    (copy / "tokenizer_config.json").write_text(content)
     for path in copy.glob("*.json"):  # a tokenizer without an end
         contents = json.loads(path.read_text()) if path.name != "tokenizer.json" else {}
         if any("_token" in key for key in contents):

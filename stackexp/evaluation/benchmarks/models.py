@@ -217,6 +217,15 @@ def load_hugging_face_model(folder: Path, batch_size: int, trust_remote_code: bo
     class FolderModel(WholeAnswers, HFLM):
         """lm-eval's class, with the answers of `WholeAnswers` and the limit of `limit_new_tokens`."""
 
+        def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+            """Raise RunError for an id outside the vocabulary: transformers adds missing special tokens."""
+            before, after = super()._encode_pair(context, continuation)
+            largest, limit = max([*before, *after]), self.model.get_input_embeddings().num_embeddings
+            if largest >= limit:
+                found = f"token id {largest} is outside the vocabulary of {limit}"
+                raise RunError(f"{folder}: {found}; copy tokenizer_config.json and tokenizer.json of the model")
+            return before, after
+
         def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
             limited = []
             for request in requests:
