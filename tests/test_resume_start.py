@@ -301,6 +301,7 @@ def test_an_option_that_is_newer_than_the_checkpoint_must_have_its_default(tmp_p
         (["loops", "fit_loop", "state_dict"], {}, "lacks its position in the training data"),
         (["lr_schedulers"], [], "state.pt: lr_schedulers has 0 values instead of 1"),
         (["data_record", "hash"], 5, "state.pt: data_record: hash is 5"),
+        (["callbacks"], 5, "state.pt: callbacks is 5"),
         (["losses"], ["a"], "state.pt: losses: 0 is 'a'"),
         (["stackexp", "torch_rng"], torch.zeros(3), "torch_rng is of another type or shape"),
         (["stackexp", "python_rng"], (3, (), None), "python_rng: 1 has 0 values instead of 625"),

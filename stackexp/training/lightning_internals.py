@@ -60,7 +60,8 @@ def rescale_progress(checkpoint: dict[str, Any], before: int, now: int) -> None:
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
         ready = counts["ready"]
-        if before < 1 or ready % before:  # checkpoints are saved between two optimizer steps
+        # checkpoints are saved between two optimizer steps
+        if before < 1 or ready % before or not {ready - 1, ready}.issuperset(counts.values()):
             raise RunError(f"{ready} micro-batches in the checkpoint are not whole steps of {before}; use an older one")
         for key, count in counts.items():  # the last micro-batch is completed after the callbacks that save
             counts[key] = ready // before * now - (ready - count)
