@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from forks import Forks
-from safetensors.torch import load_file, safe_open
+from safetensors.torch import load_file, safe_open, save_file
 from saved_models import (
     QUICKSTART,
     collect_tensors,
@@ -366,3 +366,17 @@ def test_metadata_of_a_part_of_a_tensor_is_damaged(saved, change):
     write_manifest(saved, 3, None)
     for read in (checkpoints.check_files, checkpoints.read_weights):
         assert "damaged (.metadata has values of wrong types)" in get_error(read, saved)
+
+
+@pytest.mark.parametrize("text", ["", "5", "null", "[", "a: [b"])
+def test_a_safetensors_file_without_a_valid_config_is_reported(tmp_path, text):
+    file = tmp_path / "model.safetensors"
+    save_file({"0.weight": torch.ones(2)}, file, metadata={"stackexp_config": text})
+    assert "its metadata has no valid config; write the file again" in get_error(checkpoints.read_config, file)
+
+
+def test_weights_that_are_no_floating_point_numbers_are_refused(saved, tmp_path):
+    weights, (model, _) = checkpoints.read_weights(saved), make_model()
+    save_file(weights | {"0.weight": weights["0.weight"] > 0}, tmp_path / "x.safetensors")
+    message = get_error(checkpoints.load_weights, model, tmp_path / "x.safetensors")
+    assert "0.weight is torch.bool, not torch.float32; write it again" in message

@@ -266,6 +266,8 @@ def load_named_weights(model: nn.Module, path: Path, names: Collection[str]) -> 
     if path.suffix == WEIGHTS:
         stored = read_safetensors(path)
         for name in names:
+            if stored[name].is_floating_point() != weights[name].is_floating_point():
+                raise RunError(f"{path}: {name} is {stored[name].dtype}, not {weights[name].dtype}; write it again")
             copy_full_(weights[name], stored[name])
     else:
         folder, key = split_path(path)
@@ -425,8 +427,17 @@ def _sort_metadata(file: IO[bytes]) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the config that a checkpoint or a safetensors file stores; empty for a file of another program."""
+    """Return the config that a checkpoint or a safetensors file stores; empty for a file of another program.
+
+    Raises RunError if a safetensors file stores something else.
+    """
     if is_folder(path):
         return load_state(path)["stackexp"]["config"]
-    with safe_open(path, "pt") as file:
-        return yaml.safe_load((file.metadata() or {}).get(CONFIG_KEY, "{}"))
+    try:
+        with safe_open(path, "pt") as file:
+            config = yaml.safe_load((file.metadata() or {}).get(CONFIG_KEY, "{}"))
+    except yaml.YAMLError:
+        config = None
+    if not isinstance(config, dict):
+        raise RunError(f"{path}: its metadata has no valid config; write the file again")
+    return config
