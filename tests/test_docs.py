@@ -1,11 +1,18 @@
 """The commands in README.md and docs/ parse, and the configs they name compose."""
 
 import itertools
+import json
 import re
 import shlex
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
+from benchmark_files import write_datasets
+from config_files import build_sweep, finish_trial
+from processes import ENDLESS, Program, kill, read_to_end, wait_until
+from records import has_checkpoint, only_run
 
 from stackexp import cli
 from stackexp.config.compose import compose
@@ -204,3 +211,75 @@ def test_the_example_of_many_runs_prints_its_output(capsys, monkeypatch):
     ).groups()
     exec(f"import stackexp\n{code}", {})
     assert capsys.readouterr().out == printed
+
+
+def mask(line: str) -> str:
+    """Return a line with # in place of each number, run ID and path of a run."""
+    line = re.sub(r"\S*/\d{8}-\d{6}-[0-9a-f]{4}", "RUN", line)
+    return re.sub(r"\d[\d,]*(\.\d+)?", "#", line)
+
+
+def assert_same_shape(expected: list[str], printed: list[str]) -> None:
+    assert_printed([*map(mask, expected)], [*map(mask, printed)])
+
+
+def test_the_printed_results_of_a_sweep_have_the_columns_of_today(empty_folder, capsys):
+    sweep = build_sweep(grid={"model.memory.num_heads": [1, 2]})
+    for trial in sweep.trials:
+        finish_trial(trial, 3.0, bigrams={"sets": {}, "average": {"loss": 4.0}}, tokens=1024)
+    page = (ROOT / "docs/sweeps.md").read_text(encoding="utf-8")
+    shown = re.search(r"```text\n(trial .*?)```", page, re.DOTALL)[1].splitlines()
+    printed = run("sweep results study.yaml", capsys)
+    assert find_headers(shown) == find_headers(printed)
+    assert shown[-1].split() == [*printed[-1].split()[:2], "5.9244", *printed[-1].split()[3:]]
+
+
+def test_the_printed_preparation_has_the_lines_of_today(tmp_path, capsys, corpus):
+    texts = [{"text": "a few words " * 40, "int_score": score, "language": "en"} for score in (2, 3, 4, 5)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in texts))
+    blocks = find_blocks(ROOT / "docs/data.md")
+    (command,) = (command for command in blocks if command.startswith("data prepare fineweb-edu/"))
+    command = command.replace("fineweb-edu/ --to data/", f"{tmp_path}/a.jsonl --to {tmp_path}/").replace(
+        "tokenizer.json", f"{corpus['train']}/tokenizer.json --context-length 32"
+    )
+    printed = [line.replace(f"{tmp_path}/", "data/") for line in run(command, capsys)]
+    assert_same_shape(blocks[next(c for c in blocks if c.startswith("data prepare fineweb-edu/"))], printed)
+
+
+@pytest.mark.process
+def test_the_printed_stop_and_resume_have_the_lines_of_today(tiny, tmp_path):
+    """The block has both commands; the run is stopped by SIGTERM after its second step."""
+    text = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
+    shown = re.search(r"```text\n(\$ .*?)```", text, re.DOTALL)[1].splitlines()
+    process = Program(tmp_path).start("fit", "--config", tiny, *ENDLESS)
+    wait_until(lambda: has_checkpoint(tmp_path / "runs"), process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = read_to_end(process)
+    assert process.returncode == 75
+    assert_same_shape([line for line in shown if "SIGTERM" in line], output.splitlines())
+    resumed = Program(tmp_path).start("fit", "--run", only_run(tmp_path / "runs").path)
+    wait_until(lambda: (tmp_path / "runs").exists(), resumed)
+    assert mask(next(line for line in resumed.stdout if line.startswith("run folder"))) in map(
+        mask, (f"{line}\n" for line in shown)
+    )
+    kill(resumed)
+
+
+@pytest.mark.process
+def test_the_printed_scores_of_benchmarks_have_the_columns_of_today(trained, tmp_path, capsys):
+    blocks = find_blocks(ROOT / "docs/benchmarks.md")
+    run_copy = shutil.copytree(trained, tmp_path / "run")
+    names = "smollm2_piqa,smollm2_trivia_qa,smollm2_arc_easy"
+    printed = run(f"evaluate --run {run_copy} --tasks {names} --datasets {write_datasets(tmp_path / 'd')}", capsys)
+    assert find_headers(blocks["evaluate --run RUN --tasks smollm2"])[0] == find_headers(printed)[0]
+
+
+@pytest.mark.process
+def test_the_printed_losses_by_position_have_the_rows_of_today(trained, tmp_path, capsys):
+    shown = find_blocks(ROOT / "docs/data.md")["validate --run RUN --by_position"]
+    copy = shutil.copytree(trained, tmp_path / "20261127-000000-0000")
+    printed = run(f"validate --run {copy} --by_position", capsys)
+    context = 256 // 32  # the block is of a context of 256 tokens, the fixture of 32
+    ranges = [[int(edge) * context for edge in word.split("-")] for word in find_headers(printed)[0][2:]]
+    assert [word.split("-")[0] for word in find_headers(shown)[0][2:]] == [str(begin) for begin, _ in ranges]
+    assert_same_shape([shown[0], *shown[-2:]], printed)
