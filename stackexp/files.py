@@ -1,7 +1,6 @@
 """File primitives: atomic writes, JSON and JSON Lines files, file locks, hashes. Imports nothing heavy."""
 
 import fcntl
-import functools
 import hashlib
 import io
 import json
@@ -131,13 +130,10 @@ def build_record(kind: type[T], contents: Any) -> T:
     Raises TypeError if a field is missing, unknown or of another type, or a count is negative.
     """
     record = kind(**contents)
-    for name, hint in _get_hints(kind).items():
+    for name, hint in typing.get_type_hints(kind).items():
         if not _has_type(value := getattr(record, name), hint):
             raise TypeError(f"{name} is {value!r:.60}")
     return record
-
-
-_get_hints = functools.cache(typing.get_type_hints)
 
 
 def _has_type(value: Any, hint: Any) -> bool:
