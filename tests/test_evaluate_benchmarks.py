@@ -253,6 +253,9 @@ def test_what_does_not_fit_into_the_context_is_cut_and_counted(trained, datasets
     (copy / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     assert evaluate("--model", f"hf:{copy}", *names, "--trust-remote-code") == 1
     assert "is outside the vocabulary of" in read_error(capsys), "LlamaTokenizer adds its own special tokens"
+    (copy / "tokenizer_config.json").write_text(json.dumps(json.loads(content) | {"model_max_length": "x"}))
+    assert evaluate("--model", f"hf:{copy}", *names, "--trust-remote-code") == 1
+    assert "hf: model_max_length is 'x', not a number" in read_error(capsys)
     (copy / "tokenizer_config.json").write_text(content)
     for path in copy.glob("*.json"):  # a tokenizer without an end
         contents = json.loads(path.read_text()) if path.name != "tokenizer.json" else {}

@@ -243,4 +243,6 @@ def load_hugging_face_model(folder: Path, batch_size: int, trust_remote_code: bo
         raise RunError(f"{folder}: cannot load the model ({text}); check the folder") from None
     if lm.eot_token_id is None:
         raise RunError(f"{folder}: the tokenizer has no eos_token; name one in tokenizer_config.json")
+    if not isinstance(limit := lm.tokenizer.model_max_length, int | float):
+        raise RunError(f"{folder}: model_max_length is {limit!r:.40}, not a number; correct tokenizer_config.json")
     return lm
