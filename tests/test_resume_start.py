@@ -296,6 +296,7 @@ def test_an_option_that_is_newer_than_the_checkpoint_must_have_its_default(tmp_p
     [
         (["global_step"], "12", "state.pt has no step or no config"),
         (["stackexp", "config"], None, "state.pt has no step or no config"),
+        (["stackexp", "config", "model", "norm_eps"], torch.zeros(3), "state.pt: config: Object of type Tensor"),
         (["loops"], None, "state.pt: loops is None"),
         (["loops", "fit_loop", "epoch_loop.batch_progress", "total", "ready"], "24", "total: ready is '24'"),
         (["loops", "fit_loop", "state_dict"], {}, "lacks its position in the training data"),

@@ -216,6 +216,10 @@ def load_state(path: Path) -> dict[str, Any]:
     step, config = state.get("global_step"), state["stackexp"].get("config")
     if type(step) is not int or not isinstance(config, dict):
         raise damaged_error(path, f"{STATE} has no step or no config")
+    try:
+        json.dumps(config)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise damaged_error(path, f"{STATE}: config: {error}") from None
     check_step(path, step)
     return state
 
