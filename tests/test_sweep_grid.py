@@ -186,7 +186,7 @@ def test_shipped_ablation_equals_the_ablation_configs():
 
 
 def test_errors_name_file_line_and_nearest_valid_name():
-    assert get_error(grid={H: [1, 0]}) == f"study.yaml:4: {H}: expected an integer >= 1, found 0"
+    assert get_error(grid={H: [1, 0]}) == f"study.yaml:4: {H}: expected an integer from 1 to 1048576, found 0"
     assert get_error(grid={"model.memory.nm_heads": [1]}).endswith(f"unknown key; did you mean '{H}'?")
     assert "resorces: unknown key; did you mean 'resources'?" in get_error(resorces={})
     assert "resources.time: expected '24:00:00' or" in get_error(resources={"time": 86400})  # YAML's 24:00:00
@@ -212,7 +212,7 @@ def test_errors_name_file_line_and_nearest_valid_name():
         ({"list": [5]}, "list: expected"),
         ({"grid": {"config": ["quickstrt"]}}, "did you mean 'quickstart'?"),
         ({"grid": {H: 5}}, f"grid.{H}: expected"),
-        ({"list": [{H: "x"}]}, f"study.yaml:3: {H}: expected an integer >= 1, found 'x'"),
+        ({"list": [{H: "x"}]}, f"study.yaml:3: {H}: expected an integer from 1 to 1048576, found 'x'"),
         ({"list": [{"memory": "queue", "model.memory": "queue"}]}, "memory: unknown key"),
         ({"grid": {H: [b"x"]}}, f"study.yaml:4: {H}: expected an integer"),
         ({"seeds": [1.5]}, "seeds: expected"),
@@ -276,5 +276,5 @@ def test_errors_are_raised_before_torch_is_imported_or_files_are_written():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "2\n2\n2\nFalse\n"
-    assert done.stderr == f"error: study.yaml:4: {H}: expected an integer >= 1, found -4\n" * 3
+    assert done.stderr == f"error: study.yaml:4: {H}: expected an integer from 1 to 1048576, found -4\n" * 3
     assert [path.name for path in Path().iterdir()] == ["study.yaml"]
