@@ -133,7 +133,6 @@ def test_a_more_thorough_test_replaces_the_previous_one(forks, run):
     assert first["score_9_14"] == result["score_9_14"]
     assert first["step"] == result["tested_step"]
     assert f"{result['score_9_14']:.3f}" in printed
-    assert "o stacktrans" in printed
 
     forks.run("test", "--run", run.path, "data.eval_length_stride=1", "data.eval_sequences=7")
     thorough = read_result(run, "test.json")
