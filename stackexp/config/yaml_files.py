@@ -184,9 +184,10 @@ def upgrade_run_options(tree: Tree) -> Tree:
             del logging[key]
         logging["loggers"] = Leaf(names, "")
     trainer = tree.get("trainer")
-    loss = trainer.get("cross_entropy") if isinstance(trainer, dict) else None
-    if isinstance(trainer, dict) and (loss.value if isinstance(loss, Leaf) else loss) == "liger":
-        trainer["cross_entropy"] = Leaf("chunked", "")  # of the same results
+    if isinstance(trainer, dict):
+        loss = trainer.get("cross_entropy")
+        if loss == "liger" or (isinstance(loss, Leaf) and loss.value == "liger"):
+            trainer["cross_entropy"] = Leaf("chunked", "")  # computes the same loss
     return tree
 
 

@@ -116,7 +116,8 @@ def _read_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         kind = section.get("rope_type", section.get("type", "default"))
         if kind not in ("default", *ROPE_KEYS):
             raise _unsupported(path, key, kind, f"default, {' or '.join(ROPE_KEYS)}")
-        rope |= section | {"rope_type": kind} if section else {}
+        if section:
+            rope |= section | {"rope_type": kind}
     return {"rope_type": "default"} | rope
 
 
