@@ -150,7 +150,7 @@ def name_arm(path: Path) -> str:
 
 
 def name_runs(paths: Sequence[Path]) -> list[str]:
-    """Return a short name for each run folder or file: that of its arm, its own, or its path, if others repeat."""
+    """Return a unique name for each run folder or file: the name of its arm, else its own name, else its path."""
     choices = [(name_arm(path), path.name, str(path)) for path in paths]
     counts = [Counter(names) for names in zip(*choices, strict=True)]
     return [next(n for n, count in zip(names, counts, strict=True) if count[n] == 1) for names in choices]

@@ -167,7 +167,7 @@ def _build_schema(tree: Tree) -> DictConfig:
 
 @functools.cache
 def _build_structure(cls: type) -> DictConfig:
-    """Return the schema of a dataclass. Building it is slow; to copy it, or to assign it to a node, is not."""
+    """Return the schema of a dataclass. Building it is slow; copying it, or assigning it to a node, is fast."""
     return OmegaConf.structured(cls)
 
 

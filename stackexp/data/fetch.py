@@ -41,7 +41,7 @@ RETRIED_CLIENT_ERRORS = (408, 425, 429)
 
 
 class UnreachableServerError(RunError):
-    """Raised if no file can be fetched: no name resolution, no route, a proxy that refuses, or an invalid URL."""
+    """Raised if a server cannot be reached: no name resolution, no route, a proxy that refuses, or an invalid URL."""
 
 
 def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None) -> dict[OlmoSet, FileRecord]:

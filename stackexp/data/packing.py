@@ -21,12 +21,12 @@ WINDOW_TOKENS = 1 << 22  # tokens of documents that are packed together
 class BestFitPacker:
     """Packs a stream of tokens, whose documents end with the id `end`, into sequences of `length` tokens.
 
-    Each sequence [length] is passed to `write_sequence`. Documents are packed in windows of WINDOW_TOKENS, so the
-    result does not depend on how the stream is divided into calls.
+    Each sequence [length] is passed to `write_sequence`. Documents are packed in windows of WINDOW_TOKENS, however the
+    stream is divided into calls.
 
     Attributes:
-        cut: Documents in more than one sequence.
-        cut_by_concatenation: Documents that would be, if the stream were cut after every `length` tokens.
+        cut: The number of documents that are cut, that is, in more than one sequence.
+        cut_by_concatenation: The number of documents that concatenation would cut.
     """
 
     def __init__(self, write_sequence: Callable[[np.ndarray], None], length: int, end: int) -> None:
@@ -34,7 +34,7 @@ class BestFitPacker:
         self._unfinished: list[np.ndarray] = []  # the parts of the document that has not ended
         self._documents: list[np.ndarray] = []
         self._size = self._position = 0  # tokens in `_documents`, and in all documents so far
-        self._pieces: deque[tuple[np.ndarray, bool]] = deque()  # what no sequence had space for; whether it is whole
+        self._pieces: deque[tuple[np.ndarray, bool]] = deque()  # not written yet; True: a whole document
         self.cut = self.cut_by_concatenation = 0
 
     def write(self, tokens: np.ndarray) -> None:
@@ -62,7 +62,7 @@ class BestFitPacker:
             self._pack()
 
     def _pack(self) -> None:
-        """Write the documents of the window; `_pieces` keeps less than a sequence."""
+        """Write the documents of the window; fewer than `length` tokens stay in `_pieces`."""
         short = [piece for piece, is_whole in self._pieces if is_whole]
         self._pieces = deque(piece for piece in self._pieces if not piece[1])
         for document in self._documents:
@@ -107,8 +107,8 @@ class BestFitPacker:
 
 def fit_best(documents: list[np.ndarray], length: int) -> list[list[np.ndarray]]:
     """Return groups of documents with at most `length` tokens each, by best-fit decreasing, the fullest group first."""
-    groups: list[list[list[np.ndarray]]] = [[] for _ in range(length + 1)]  # by the space that is left
-    spaces: list[int] = []  # those of groups that are not full, sorted
+    groups: list[list[list[np.ndarray]]] = [[] for _ in range(length + 1)]  # space left -> groups
+    spaces: list[int] = []  # sorted, each once, without 0
     for document in sorted(documents, key=len, reverse=True):
         found = bisect_left(spaces, len(document))
         space = spaces[found] if found < len(spaces) else length

@@ -42,7 +42,7 @@ def check_weights(path: Path) -> None:
 def check_requested_sets(
     requests: Iterable[str], configured: Mapping[str, str | Path] | None, section: str
 ) -> dict[str, Path]:
-    """Check the words of --sets, and return the paths of the sets that have a name.
+    """Check the words of --sets, and return the paths of all sets that have a name.
 
     `configured` are the sets in the config; None if they are not known yet.
 

@@ -47,8 +47,9 @@ class Corpus:
     dropped_tokens: int  # too few at the end to fill a sequence
     bad_lines: int
     filtered_documents: int = 0  # do not satisfy the filters
-    cut_documents: int = 0  # in more than one sequence; counted by best-fit packing only, as the next field
-    cut_by_concatenation: int = 0  # documents that concatenation would have cut
+    # Counted by best-fit packing only: documents in more than one sequence, and those that concatenation would cut
+    cut_documents: int = 0
+    cut_by_concatenation: int = 0
     sources: list[str] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
 

@@ -81,9 +81,9 @@ def read_record(path: Path) -> FileRecord | None:
 class TokenFile:
     """An open token file. `tokens` is a memory map [N] of the ids.
 
-    The type is that of the header of a real .npy or of llm.c, of Megatron's index next to the file, or `dtype`. Raw
-    files without any of these are uint16. `document_ends` [documents] are the positions after the documents, which only
-    Megatron's index has; else None. Messages call the file `name` (default: its path).
+    The type is in the header of a real .npy or of llm.c, or in Megatron's index next to the file; else it is `dtype`,
+    or uint16. `document_ends` [documents] are the positions after the documents in Megatron's index, or None without
+    one. Messages call the file `name` (default: its path).
 
     Raises RunError if the file is missing, empty or cut short, if its length differs from its record, or if its type is
     unknown: a raw file without a record, whose ids seem to have 4 bytes or whose vocabulary needs them.
@@ -154,7 +154,7 @@ class TokenFile:
     ) -> Iterator[np.ndarray]:
         """Yield all ids in order, in blocks of about BLOCK_TOKENS.
 
-        With `end`, the id is added to documents in Megatron's index that lack it: preprocessing without --append-eod.
+        With `end`, this id is added to the documents in Megatron's index that do not end with it.
         Raises RunError for an id outside the vocabulary, and at the end if the file differs from its record.
         """
         digest, position = hashlib.sha256(), 0

@@ -59,7 +59,7 @@ class Unit:
     bytes: int = 0
     bad_lines: int = 0
     filtered_documents: int = 0
-    cut_documents: int = 0  # only of best-fit packing, as the next field
+    cut_documents: int = 0  # see `Corpus`
     cut_by_concatenation: int = 0
     tail: list[int] = field(default_factory=list)  # the last tokens, fewer than a sequence
     tokenizer: str = ""  # fingerprint

@@ -105,8 +105,8 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
     Reads are dropped in all layers, in one layer, or (with `heads`) in one head; or exchanged between the heads.
     A residual stack without its reads still reads its top. It is cleared after the attention of the layer has read it.
     Feedback changes the logits after the intervention. So with feedback, actions are neither frozen nor hardened, and
-    a dropped read is still fed back. Of other memories, what they add to the hidden state is dropped, or their state is
-    cleared.
+    a dropped read is still fed back. For other memories, the output (what they add to the hidden state) is dropped, or
+    the state is cleared.
     """
     stacks = find_recorded(model)
     num_heads, found = _count_heads(stacks[0]), []
@@ -161,7 +161,7 @@ def intervene(model: nn.Module, intervention: Intervention) -> Iterator[None]:
 def _forward_changed(
     intervention: Intervention, memory: Memory, forward: Callable, h: Tensor, state: Any, **options: Any
 ) -> Any:
-    """Run a memory that is not a stack. Its cleared state is the one with which the first layer starts."""
+    """Run a memory that is not a stack. Its state is cleared to that before the first layer."""
     if intervention.state:
         state = memory.empty_state(h)
     output, state, stats = forward(h, state, **options)

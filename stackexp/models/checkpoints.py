@@ -317,7 +317,7 @@ class Reader(dcp.FileSystemReader):
     """A checkpoint reader whose metadata may contain only types of torch.distributed.checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the file .metadata. Raises pickle.UnpicklingError if it contains another or a wrong type."""
+        """Read the file .metadata. Raises pickle.UnpicklingError if it contains a value of a wrong type."""
         metadata = _MetadataUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"{type(metadata).__name__} instead of Metadata")
@@ -334,7 +334,7 @@ class Reader(dcp.FileSystemReader):
 
 
 def _is_complete(entry: tuple[str, Any]) -> bool:
-    """Return True if the parts of a stored tensor have as many elements as the whole; other values pass."""
+    """Return True if the parts of a stored tensor have as many elements as the whole. Weights must be tensors."""
     name, stored = entry
     if not isinstance(stored, TensorStorageMetadata):
         return isinstance(stored, BytesStorageMetadata) and not name.startswith(("model.", f"{EMA}."))

@@ -291,7 +291,7 @@ def _list_smaller_values(plan: TrainingPlan, key: str) -> list[Any]:
         counts = [trainer.num_nodes << i for i in range(1, MAX_NODES.bit_length())]
         return [count for count in counts if count <= MAX_NODES] if trainer.strategy == "fsdp" else []
     phase = plan.training if key == "data.micro_batch_size" else plan.validation
-    # data without it have batch_size; a smaller one would be another experiment
+    # generated data have batch_size instead, which no change makes smaller: it would be another experiment
     size = getattr(plan.config.data, key.partition(".")[2], 1)
     return [size >> i for i in range(1, size.bit_length())] if phase and phase.peak > plan.usable_bytes else []
 

@@ -38,5 +38,5 @@ DEVICES = {
 
 
 def can_estimate_speed(config: ExperimentConfig) -> bool:
-    """Return False if the speed of a run is not estimated, whatever the size of its model."""
+    """Return True if the speed of a run can be estimated, provided that its model is large enough."""
     return config.trainer.accelerator != "cpu" and config.data.objective == "language_modeling"

@@ -127,7 +127,7 @@ def format_dry_run(sweep: Sweep) -> str:
 
 
 def _estimate_cost(config: ExperimentConfig, count: float, left: float) -> tuple[float, float] | None:
-    """Return the GPU-hours of `count` runs of a config, and of the `left` of them; None if they are not estimated."""
+    """Return the GPU-hours of `count` runs of a config, and of the `left` runs to go; None if not estimated."""
     if not can_estimate_speed(config):
         return None
     from stackexp.planning.cost import make_plan  # imports torch, which takes seconds

@@ -51,7 +51,7 @@ class Sweep:
     origins: dict[str, str]
     overrides: tuple[str, ...] = ()
     _composed: dict[str, ExperimentConfig] = field(default_factory=dict, compare=False)  # by values without the seed
-    _search_trials: dict[Path, Trial | None] = field(default_factory=dict, compare=False)  # None: of another search
+    _search_trials: dict[Path, Trial | None] = field(default_factory=dict, compare=False)  # None: not of this search
 
     @property
     def name(self) -> str:

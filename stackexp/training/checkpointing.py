@@ -77,7 +77,7 @@ class _DistributedCheckpoints:
         path = Path(checkpoint_path)
         state, trainer = checkpoints.load_state(path), self.lightning_module.trainer
         check_structure(path, state, build_state(trainer))
-        state["pytorch-lightning_version"] = pl.__version__  # of the same structure, so nothing is converted
+        state["pytorch-lightning_version"] = pl.__version__  # another one would convert the state
         tensors = self._collect_tensors()
         checkpoints.load_tensors(tensors, path)
         set_model_state_dict(self.lightning_module.model, tensors["model"])
@@ -120,7 +120,7 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
         self._loaded: tuple[int, bool] | None = None  # step and `has_position` of the checkpoint that is resumed
 
     def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        # A slow disk writes a checkpoint for longer than a timeout
+        # On a slow disk, writing a checkpoint can take longer than a timeout.
         self._writer.note_progress = lambda: note_progress(trainer, self._stop)
         if trainer.is_global_zero:
             self._tokenizer_sha256 = self._folder.read_tokenizer_hash()

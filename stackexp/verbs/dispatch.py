@@ -107,8 +107,8 @@ def _print_help(verbs: dict[str, str], argv: list[str]) -> int:
         return 0
     if argv and group not in ("-h", "--help"):
         names = [name for name in verbs if name.split() == argv[1::-1]]  # `list runs`
-        names = names or [name for name in verbs if name.endswith(f" {group}")]
-        names = names or [name for name, text in verbs.items() if text.startswith(f"{group} the model")]
+        names = names or [name for name in verbs if name.endswith(f" {group}")]  # `prepare`
+        names = names or [name for name, text in verbs.items() if text.startswith(f"{group} the model")]  # `train`
         if names:
             raise ConfigError(f"unknown verb {group!r}; did you mean {' or '.join(map(repr, names))}?")
         raise _unknown_verb("", group, list(dict.fromkeys(name.split()[0] for name in verbs)))

@@ -5,8 +5,7 @@ The residual stream becomes n streams H [n, d]. Around sublayer k, f_k:
     input of the sublayer   h_k = a_k H_k
     streams after it        H_{k+1} = R_k H_k + b_k f_k(h_k)
 
-with a_k [n], b_k [n] and R_k [n, n] learned, and in the dynamic form a function of the streams as well. The form of
-mHC, manifold-constrained hyper-connections, is at the end of this file.
+with a_k [n], b_k [n] and R_k [n, n] learned, and in the dynamic form a function of the streams as well.
 """
 
 import torch
