@@ -77,7 +77,7 @@ def test_mistakes(trained, options, message, tmp_path, capsys):
     "command", [("validate",), ("validate", "--by_position"), ("inspect", "--set", "left"), ("generate",)]
 )
 def test_the_tokenizer_of_the_checkpoint_is_required(run, capsys, command):
-    """Of a run whose environment.json does not name it."""
+    """The environment.json of the run does not record it."""
     tokenizer = run / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
     (run / "environment.json").write_text("[]")
