@@ -9,7 +9,7 @@ from language_runs import finish, write_run
 
 from stackexp import cli
 from stackexp.errors import RunError
-from stackexp.reports.dynamics import Curve, build_dynamics, find_crossings
+from stackexp.reports.dynamics import Curve, build_dynamics, draw_dynamics, find_crossings
 from stackexp.reports.report import smooth_losses
 from stackexp.tables import ABSENT
 
@@ -37,6 +37,12 @@ def test_a_crossing_lasts_for_a_window():
     blip[50:52] = 3.0 - 0.051
     assert find_crossings(build_curve("b", blip), base).crossings == []
     assert find_crossings(build_curve("short", [1.0, 2.0]), base).crossings == []
+
+
+def test_the_figure_shows_a_shorter_run_above_the_baseline():
+    curves = [build_curve("base", 4 - 0.01 * STEPS), build_curve("short", [8.0, 7.5, 7.0, 6.5])]
+    low, high = draw_dynamics(curves, {}).axes[0].get_ylim()
+    assert all(low < value < high for curve in curves for value in curve.smoothed.iloc[len(curve.raw) // 20 :])
 
 
 def test_the_mean_over_seeds_is_compared(tmp_path, capsys):

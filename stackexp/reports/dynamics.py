@@ -204,7 +204,8 @@ def draw_dynamics(curves: list[Curve], crossings: dict[str, Crossing]) -> Any:
             bottom.plot(found.crossings, [0] * len(found.crossings), "o", color=style["color"], markerfacecolor="white")
     baseline = curves[0]
     skipped = len(baseline.raw) // 20  # the first steps would set the scale
-    top.set_ylim(min(curve.raw.min() for curve in curves) - 0.05, baseline.smoothed.iloc[skipped] + 0.05)
+    highest = max(curve.smoothed.iloc[len(curve.raw) // 20] for curve in curves)  # of a shorter run, above the baseline
+    top.set_ylim(min(curve.raw.min() for curve in curves) - 0.05, highest + 0.05)
     first = baseline.raw.index[skipped] + 1
     largest = max((abs(d) for c in crossings.values() for d in c.difference.loc[first:]), default=0.0)
     if largest > 0:
