@@ -44,12 +44,12 @@ class LoadedRun:
     checkpoint: Path
     module: TrainingModule
     tokenizer: Tokenizer | None
-    changes: tuple[str, ...] = ()
-    """The options of `modify`, as KEY=VALUE."""
+    overrides: tuple[str, ...] = ()
+    """The changes by `modify`, as KEY=VALUE."""
 
     def __repr__(self) -> str:
         facts = [str(self.folder.path), f"checkpoint {self.checkpoint.name}", type(self.model).__name__]
-        facts += [f"{self.model.num_parameters():,} parameters", *self.changes]
+        facts += [f"{self.model.num_parameters():,} parameters", *self.overrides]
         return f"LoadedRun({', '.join(facts)})"
 
     @property
@@ -117,7 +117,7 @@ class LoadedRun:
         return pandas.concat(frames, ignore_index=True)
 
     def validate(self, sets: Sequence[str] = ()) -> Any:
-        """Score the model on the config's validation sets, or on `sets`, as --sets of the verb `validate`.
+        """Score the model on the config's validation sets, or on `sets`, named as in `validate --sets`.
 
         Runs on the device of `trainer.accelerator`, and writes nothing.
 
@@ -141,15 +141,13 @@ class LoadedRun:
         return pandas.DataFrame.from_dict(evaluation.sets, orient="index")
 
     def modify(self, **options: Any) -> "LoadedRun":
-        """Return the run with other options of its memory, discipline="queue", and the weights of its checkpoint.
+        """Return the run with other memory options, such as discipline="queue", and the weights of its checkpoint.
 
         Raises ConfigError for an unknown option, and RunError if the weights do not fit.
         """
-        changes = {name: f"model.memory.{name}={json.dumps(value)}" for name, value in options.items()}
-        kept = [
-            change for change in self.changes if change.partition("=")[0] not in {f"model.memory.{n}" for n in options}
-        ]
-        return _load(self.folder, self.checkpoint, (*kept, *changes.values()))
+        options = {f"model.memory.{name}": json.dumps(value) for name, value in options.items()}
+        options = dict(override.split("=", 1) for override in self.overrides) | options
+        return _load(self.folder, self.checkpoint, tuple(f"{key}={value}" for key, value in options.items()))
 
     def _encode(self, caller: str, text: str, minimum: int = 0) -> list[int]:
         """Return the ids of a text. Raises RunError for runs without a tokenizer and for texts that are too short."""
@@ -190,17 +188,17 @@ def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRu
     return run
 
 
-def _load(folder: RunFolder, checkpoint: Path, changes: tuple[str, ...]) -> LoadedRun:
-    config = _load_config(folder, changes)
+def _load(folder: RunFolder, checkpoint: Path, overrides: tuple[str, ...]) -> LoadedRun:
+    config = _load_config(folder, overrides)
     module = build_objective(config).build_module(weights=checkpoint)
     tokenizer_file = folder.find_tokenizer(checkpoint)
     tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file else None
-    return LoadedRun(folder, config, checkpoint, module.eval(), tokenizer, changes)
+    return LoadedRun(folder, config, checkpoint, module.eval(), tokenizer, overrides)
 
 
-def _load_config(folder: RunFolder, changes: tuple[str, ...]) -> ExperimentConfig:
+def _load_config(folder: RunFolder, overrides: tuple[str, ...]) -> ExperimentConfig:
     """Return the config of a run, changed so that the model runs whole and eager, on any single device."""
-    config = compose([str(folder.config)], list(changes), is_training=False) if changes else load_config(folder.config)
+    config = compose([str(folder.config)], list(overrides), is_training=False)
     config.trainer.strategy = "single"
     config.trainer.devices = config.trainer.num_nodes = 1
     config.trainer.compile = False  # inputs of many lengths would each compile again
