@@ -170,7 +170,7 @@ def find_crossings(curve: Curve, baseline: Curve, left_out: Collection[int] = ()
     A crossing is where its sign changes for a whole window.
     """
     seeds = [seed for seed in curve.losses if seed in baseline.losses and seed not in left_out]
-    common = (curve.losses[seeds] - baseline.losses[seeds]).dropna(how="any" if seeds else "all")
+    common = (curve.losses[seeds] - baseline.losses[seeds]).dropna(how="any" if seeds else "all")  # no seeds: no rows
     differences = smooth_losses(common, curve.window)
     difference = differences.mean(axis=1)
     is_above = (difference > 0).to_numpy()

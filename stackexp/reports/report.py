@@ -169,7 +169,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def smooth_losses(losses: Any, window: int) -> Any:
-    """Return the centered moving average [N, ...] over `window` values, or over fewer at both ends, as pandas data."""
+    """Return the centered moving average over `window` values, fewer at both ends: a pandas Series or DataFrame."""
     import pandas as pd
 
     data = losses if isinstance(losses, pd.DataFrame) else pd.Series(losses)

@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.verb}: {message} (see python -m stackexp {self.verb} --help)")
 
     def require_config(self, args: argparse.Namespace) -> None:
-        """Raise ConfigError if --config is missing, also for the name or file of a config without it."""
+        """Raise ConfigError if --config is missing. If the first word is a config, the error suggests `--config`."""
         from stackexp.config.layers import split_overrides
 
         if not args.config:
