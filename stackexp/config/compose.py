@@ -265,11 +265,9 @@ def _suggest_key(name: str, path: str, root: DictConfig) -> str:
     candidates = {sibling: path + sibling for sibling in siblings}
     found = candidates.get(find_closest(name, siblings) or "")
     found = found or next((key for key in known if key.split(".")[-1] == name), None)
-    return (
-        f"; did you mean {found!r}?"
-        if found
-        else f"; {section or ('a config' if is_config else 'a sweep')} has {', '.join(sorted(siblings))}"
-    )
+    if found:
+        return f"; did you mean {found!r}?"
+    return f"; {section or ('a config' if is_config else 'a sweep')} has {', '.join(sorted(siblings))}"
 
 
 # Interpolation

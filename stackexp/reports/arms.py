@@ -204,17 +204,19 @@ def _compute_flops(config: Path, time: int) -> float | None:
 
 
 def group_bigrams(runs: Iterable[tuple[str, Row]]) -> list[tuple[str, list[Row]]]:
-    """Return the runs with scores of bigram counts by data and number of tokens, one for each seed, with a label.
+    """Group the runs (name, row) that have scores of bigram counts by their data and number of tokens.
 
-    `runs` are (name, row).
+    Returns the label and the rows of each group, one row per seed.
     """
     groups: dict[str, tuple[str, dict[int, Row]]] = {}
     for name, row in runs:
         if any(key.startswith("bigrams/") for key in row):
             data = json.dumps([row.get("tokens"), select_data_options(row)], sort_keys=True, default=str)
             groups.setdefault(data, (name, {}))[1][row["seed"]] = row
-    details = [f" (data of {name})" * (len(groups) > 1) for name, _ in groups.values()]
-    return [(f"bigram counts{d}", [*g.values()]) for d, (_, g) in zip(details, groups.values(), strict=True)]
+    return [
+        ("bigram counts" + f" (data of {name})" * (len(groups) > 1), list(rows.values()))
+        for name, rows in groups.values()
+    ]
 
 
 def select_data_options(row: Row) -> dict[str, Any]:
@@ -376,9 +378,9 @@ def compare_data(ours: DataRecord, theirs: DataRecord) -> tuple[str, str]:
         keys = [*dict.fromkeys([*ours.values, *theirs.values])]
     else:
         keys = sorted(ours.values.keys() & theirs.values.keys())
-    for key in (key for key in keys if ours.values.get(key) != theirs.values.get(key)):
-        found = f"{key} is {ours.values.get(key)}, not {theirs.values.get(key)}"
-        return found if ours.is_generated else f"they differ at step {key}", ""
+    for key in keys:
+        if (mine := ours.values.get(key)) != (other := theirs.values.get(key)):
+            return (f"{key} is {mine}, not {other}" if ours.is_generated else f"they differ at step {key}"), ""
     return "", "" if keys else "they share no recorded step"
 
 

@@ -256,7 +256,8 @@ def collect_results(paths: Sequence[Path | str], lengths: Lengths) -> Results:
         else:
             skipped["the table has no column for this model"].append(row["path"])
     notes = [f"skipped, {reason}: {_join_paths(found)}" for reason, found in skipped.items()]
-    cells = {(task, column): _build_cell(task, column, lengths, groups) for task in TASKS for column in COLUMNS}
+    keys = [(task, column) for task in TASKS for column in COLUMNS]
+    cells = {key: _build_cell(*key, lengths, groups[key]) for key in keys}
     if not any(cell.scores for cell in cells.values()):
         unscored = f"{len(runs)} runs are unfinished or not tested over {lengths[0]}..{lengths[1]}"
         raise RunError(
@@ -266,7 +267,7 @@ def collect_results(paths: Sequence[Path | str], lengths: Lengths) -> Results:
     return Results(lengths, runs, cells, notes)
 
 
-def _build_cell(task: str, column: str, lengths: Lengths, groups: Mapping[tuple[str, str], list[FormalRun]]) -> Cell:
+def _build_cell(task: str, column: str, lengths: Lengths, found: list[FormalRun]) -> Cell:
     """Choose the recipe of a cell by its results on validation strings, never by its test score.
 
     The criteria, in this order: at least three seeds, the best median validation accuracy, the lowest median validation
@@ -274,7 +275,7 @@ def _build_cell(task: str, column: str, lengths: Lengths, groups: Mapping[tuple[
     thoroughly tested one counts, then the later one.
     """
     recipes: dict[str, list[FormalRun]] = defaultdict(list)
-    for run in groups.get((task, column), []):
+    for run in found:
         recipes[json.dumps(run.recipe, sort_keys=True, default=str)].append(run)
     paper = get_printed_score(task, column)
     if not recipes:

@@ -98,7 +98,8 @@ class Sweep:
         try:
             config = self._compose_seed(values)
         except ConfigError as error:
-            if not values or str(error).startswith(tuple(f"{self._get_origin(key)}: " for key in values)):
+            origins = tuple(f"{self._get_origin(key)}: " for key in values)
+            if not values or str(error).startswith(origins):  # the error already names the line of a value
                 raise
             raise ConfigError(f"{error} (trial {label})") from error
         digest = compute_config_hash(config)

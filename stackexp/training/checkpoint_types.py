@@ -18,8 +18,8 @@ def check_structure(path: Path, state: dict[str, Any], expected: dict[str, Any])
     """
     restored = {"accumulate_grad_batches": 1, "tokens": 0, "torch_rng": torch.get_rng_state()}
     restored["python_rng"] = (*random.getstate()[:2], None)  # the last is a number or None
-    parts = {"stackexp": restored, "loops": expected["loops"], "lr_schedulers": expected["lr_schedulers"], "losses": []}
-    parts["callbacks"] = {}
+    parts: dict[str, Any] = {"stackexp": restored, "losses": [], "callbacks": {}}
+    parts |= {key: expected[key] for key in ("loops", "lr_schedulers")}
     if "data_record" in state:
         parts["data_record"] = {"hash": "", "sequences": [], "sources": {}}
     if mismatch := _find_mismatch(state, parts, STATE):
