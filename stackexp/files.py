@@ -21,6 +21,9 @@ from stackexp.errors import RunError
 
 T = TypeVar("T")
 
+WRITE_REMEDY = "free space or choose another --to, then rerun the command to resume"
+CACHE_REMEDY = "free space or set STACKEXP_CACHE to another folder"
+
 
 def open_regular(path: Path, mode: str = "r") -> IO[Any]:
     """Open a file for reading, or with "r+" or "a+" also for writing. A missing file is created by "a+" only.
@@ -85,6 +88,15 @@ def write_atomically(path: Path, text: str) -> None:
     """Write `text` to `path`. A crash leaves either the old file or the complete new one."""
     with open_atomically(path) as file:
         file.write(text)
+
+
+@contextmanager
+def explain_failed_writes(path: Path, remedy: str) -> Iterator[None]:
+    """Convert an OSError of code that writes to `path` into a RunError with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{error.filename or path}: cannot be written ({error.strerror or error}); {remedy}") from error
 
 
 def sync_file(file: IO[Any]) -> None:

@@ -29,7 +29,7 @@ from stackexp.data.path_checks import explain_missing_set, suggest_fetch
 from stackexp.data.readers import BadLine, Piece, read_pieces
 from stackexp.data.shards import TokenSet, verify_file
 from stackexp.data.sources import COLUMN_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES, Source, find_sources
-from stackexp.data.token_files import CACHE_REMEDY, Chunks, TokenFile, explain_failed_writes, write_token_file
+from stackexp.data.token_files import Chunks, TokenFile, write_token_file
 from stackexp.data.tokenizer import (
     UNKNOWN_TOKENIZER,
     KnownTokenizer,
@@ -41,7 +41,7 @@ from stackexp.data.tokenizer import (
     tokenize_pieces,
 )
 from stackexp.errors import RunError
-from stackexp.files import compute_sha256, get_cache_root, hold_lock
+from stackexp.files import CACHE_REMEDY, compute_sha256, explain_failed_writes, get_cache_root, hold_lock
 
 log = logging.getLogger(__name__)
 

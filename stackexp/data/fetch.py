@@ -20,17 +20,15 @@ import stackexp
 from stackexp.data.olmo import BASE_URL, INSTANCE_LENGTH, TOKENIZER, VOCAB_SIZE, OlmoSet
 from stackexp.data.token_files import (
     NPY_MAGIC,
-    WRITE_REMEDY,
     FileRecord,
     TokenFile,
     count_token,
-    explain_failed_writes,
     find_end_of_text,
     publish,
     read_record,
 )
 from stackexp.errors import RunError
-from stackexp.files import compute_sha256, hold_lock, sync_file
+from stackexp.files import WRITE_REMEDY, compute_sha256, explain_failed_writes, hold_lock, sync_file
 from stackexp.terminal import open_bar, print_line
 
 CHUNK_BYTES = 1 << 18

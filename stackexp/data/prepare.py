@@ -19,7 +19,7 @@ from stackexp.data.packing import Packing
 from stackexp.data.readers import ALL_TEXT, Columns, Piece, check_columns, read_pieces
 from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet
 from stackexp.data.sources import TOKEN_SUFFIXES, Source, find_sources, walk
-from stackexp.data.token_files import WRITE_REMEDY, TokenFile, explain_failed_writes
+from stackexp.data.token_files import TokenFile
 from stackexp.data.tokenizer import (
     KnownTokenizer,
     compute_fingerprint,
@@ -29,7 +29,7 @@ from stackexp.data.tokenizer import (
 )
 from stackexp.data.units import UnitJob, merge_units, name_unit, write_units
 from stackexp.errors import RunError
-from stackexp.files import hold_lock, read_json, write_atomically, write_json
+from stackexp.files import WRITE_REMEDY, explain_failed_writes, hold_lock, read_json, write_atomically, write_json
 
 UNIT_BYTES = 1 << 24  # source bytes per unit; a larger file is a unit by itself
 TRAINING_BYTES = 1 << 26  # text for training a tokenizer, spread evenly over the source files

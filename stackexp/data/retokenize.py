@@ -11,15 +11,7 @@ from tqdm import tqdm
 
 from stackexp.data.readers import Piece
 from stackexp.data.sources import find_sources
-from stackexp.data.token_files import (
-    WRITE_REMEDY,
-    FileRecord,
-    TokenFile,
-    count_token,
-    explain_failed_writes,
-    find_end_of_text,
-    write_token_file,
-)
+from stackexp.data.token_files import FileRecord, TokenFile, count_token, find_end_of_text, write_token_file
 from stackexp.data.tokenizer import (
     KnownTokenizer,
     compute_fingerprint,
@@ -30,7 +22,7 @@ from stackexp.data.tokenizer import (
     tokenize_pieces,
 )
 from stackexp.errors import RunError
-from stackexp.files import compute_sha256, hold_lock
+from stackexp.files import WRITE_REMEDY, compute_sha256, explain_failed_writes, hold_lock
 from stackexp.terminal import open_bar, print_line
 
 WRONG_IDS = "set --from to the tokenizer that made them"

@@ -18,11 +18,10 @@ from pathlib import Path
 from stackexp.config.data import StdlibConfig
 from stackexp.data.path_checks import DataPaths
 from stackexp.data.shards import FORMAT_VERSION
-from stackexp.data.token_files import CACHE_REMEDY, explain_failed_writes
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.data.units import write_documents
 from stackexp.errors import RunError
-from stackexp.files import get_cache_root, hold_lock
+from stackexp.files import CACHE_REMEDY, explain_failed_writes, get_cache_root, hold_lock
 from stackexp.terminal import open_bar
 
 TRAIN_BYTES, HELD_OUT_BYTES = 6_000_000, 200_000  # caps of UTF-8 text per set; the last file may exceed them

@@ -11,7 +11,6 @@ import hashlib
 import io
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tokenize import TokenError
@@ -26,8 +25,6 @@ from stackexp.files import build_record, compute_sha256, read_json, sync_file, w
 
 NPY_MAGIC = b"\x93NUMPY"
 REMEDY = "it is truncated or damaged: fetch or make it again"
-WRITE_REMEDY = "free space or choose another --to, then rerun the command to resume"
-CACHE_REMEDY = "free space or set STACKEXP_CACHE to another folder"
 TYPE_REMEDY = "give --dtype to data prepare or data retokenize, or save the ids with numpy.save"
 BLOCK_TOKENS = 1 << 20
 # llm.c writes 256 int32 (magic number, version, number of ids, ...), then the ids.
@@ -273,15 +270,6 @@ def publish(temporary: Path, path: Path, record: FileRecord) -> None:
         outdated.unlink(missing_ok=True)
     temporary.replace(path)
     write_json(old, {key: value for key, value in asdict(record).items() if value is not None}, indent=1)
-
-
-@contextmanager
-def explain_failed_writes(path: Path, remedy: str) -> Iterator[None]:
-    """Convert an OSError of code that writes to `path` into a RunError with a remedy."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"{error.filename or path}: cannot be written ({error.strerror or error}); {remedy}") from error
 
 
 def write_token_file(
