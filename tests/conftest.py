@@ -52,9 +52,9 @@ LONG_GROUPS = ("trained", "cluster", "test_triton_depth.py", "test_triton_scan.p
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `pytest -n`, the tests of a file stay together, and those that share a cluster or the trained run.
+    """Group the tests for `pytest -n`: by file, and those that share a cluster or the trained run in one group each.
 
-    Two clusters at once would start jobs with the same number, from which Lightning derives the port of a run. The
+    Jobs of two clusters at once would have the same numbers, from which Lightning derives the ports of runs. The
     longest groups start first, so that all processes end at about the same time.
     """
     groups = {}
@@ -162,6 +162,17 @@ def fetch(server, tmp_path):
     from stackexp.cli import main
 
     return lambda *arguments: main(["data", "fetch", *arguments, "--mirror", server.url, "--to", str(tmp_path / "to")])
+
+
+@pytest.fixture
+def restored_registry() -> Iterator[None]:
+    """Remove the kinds that a test has registered."""
+    from stackexp.config import registry
+
+    before = dict(registry._entries)
+    yield
+    registry._entries.clear()
+    registry._entries.update(before)
 
 
 @pytest.fixture

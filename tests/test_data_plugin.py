@@ -7,7 +7,6 @@ import pytest
 from records import losses, record
 
 from stackexp.cli import main
-from stackexp.config import registry
 from stackexp.data import hash_log
 from stackexp.datamodules.base import StepBatches, check_resumable
 from stackexp.errors import RunError
@@ -19,15 +18,7 @@ SMALL += "trainer.max_steps=6 trainer.checkpoint_interval=3 trainer.keep_checkpo
 SMALL += "trainer.accelerator=cpu schedule.warmup_steps=2 logging.progress_bar=false logging.loggers=[]"
 
 
-@pytest.fixture
-def _restore_the_registry():
-    before = dict(registry._entries)
-    yield
-    registry._entries.clear()
-    registry._entries.update(before)
-
-
-@pytest.mark.usefixtures("_restore_the_registry", "empty_folder")
+@pytest.mark.usefixtures("restored_registry", "empty_folder")
 def test_a_dataset_in_a_plugin_trains_validates_and_resumes():
     """The files are those that docs/data.md shows."""
     for name in ("counting.py", "counting.yaml"):

@@ -27,15 +27,7 @@ class Config:
         if self.size > model.hidden_size:
             yield "size", f"larger than hidden_size {{model.hidden_size}}"
 """
-pytestmark = pytest.mark.usefixtures("empty_folder")
-
-
-@pytest.fixture(autouse=True)
-def _restore_the_registry():
-    before = dict(registry._entries)
-    yield
-    registry._entries.clear()
-    registry._entries.update(before)
+pytestmark = pytest.mark.usefixtures("empty_folder", "restored_registry")
 
 
 def test_plugin_next_to_the_config_adds_a_kind(monkeypatch, tmp_path):

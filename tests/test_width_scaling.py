@@ -43,6 +43,15 @@ def compute_outputs(model, tokens):
     return outputs
 
 
+def train(model, optimizer, tokens):
+    """Train for four steps on tokens [B, T + 1]."""
+    for _ in range(4):
+        logits = model(tokens[:, :-1]).logits
+        optimizer.zero_grad()
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+
+
 def measure_changes(is_scaled, memory=None, is_muon=False):
     """Return the root mean square of the change of each output over four steps [widths, outputs]."""
     build_optimizer, config = (build_muon, MuonConfig) if is_muon else (build_adamw, AdamWConfig)
@@ -53,11 +62,7 @@ def measure_changes(is_scaled, memory=None, is_muon=False):
         optimizer = build_optimizer(config(lr=3e-3, weight_decay=0.0), model)
         with torch.no_grad():
             first = compute_outputs(model, tokens[:, :-1])
-        for _ in range(4):
-            logits = model(tokens[:, :-1]).logits
-            optimizer.zero_grad()
-            F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-            optimizer.step()
+        train(model, optimizer, tokens)
         with torch.no_grad():
             last = compute_outputs(model, tokens[:, :-1])
         changes.append([(new - old).square().mean().sqrt().item() for new, old in zip(last, first, strict=True)])
@@ -105,12 +110,11 @@ RATES = [
     (DenseFormerConfig(), set(), {}),
     (ResidualScaleConfig(), set(), {}),
 ]
-"""Memories, the weights whose rate AdamW halves at twice the base width, and those that Muon divides, with factors."""
+"""Memory; its weights whose AdamW rate is halved at twice the base width; the divisors of its Muon rates there."""
 
 
 @pytest.mark.parametrize(("memory", "adamw", "muon"), RATES)
 def test_rates_of_memory_weights_follow_their_fans_and_not_their_shapes(memory, adamw, muon):
-    """At twice the base width: AdamW halves the rate of `adamw`; Muon divides those of its matrices by `muon`."""
     model = build(WIDTHS[1], is_scaled=True, memory=memory)
     parameters = dict(model.memories[0].named_parameters())
     rates = {p: group["lr"] for group in build_adamw(AdamWConfig(), model).param_groups for p in group["params"]}
@@ -124,9 +128,9 @@ FANS = ("in", "out")  # "both" and "vectors" follow from the changes of the laye
 
 
 def measure_map_changes(memory, is_muon):
-    """Return how the outputs of a memory's maps change over four steps, {weight: [widths]}.
+    """Return the changes of the outputs of a memory's maps over four steps: {weight: [change at each width]}.
 
-    The input of a map from hidden states is those of the first step, with mean square 1; that of others is ones.
+    Maps from hidden states are applied to those before the first step, with mean square 1; other maps to ones.
     """
     build_optimizer, config = (build_muon, MuonConfig) if is_muon else (build_adamw, AdamWConfig)
     tokens = torch.randint(0, 64, (8, 33), generator=torch.Generator().manual_seed(1))
@@ -137,11 +141,7 @@ def measure_map_changes(memory, is_muon):
         hidden = F.rms_norm(compute_outputs(model, tokens[:, :-1])[1].detach(), (width,))
         weights = {n: p for n, p in model.memories[0].named_parameters() if model.memories[0].fans.get(n) in FANS}
         before = {name: weight.detach().clone() for name, weight in weights.items()}
-        for _ in range(4):
-            logits = model(tokens[:, :-1]).logits
-            optimizer.zero_grad()
-            F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-            optimizer.step()
+        train(model, optimizer, tokens)
         for name, weight in weights.items():
             change = (weight.detach() - before[name]).flatten(0, -2)
             inputs = hidden.repeat(1, 1, -(-change.shape[-1] // width))[..., : change.shape[-1]]
@@ -153,7 +153,7 @@ def measure_map_changes(memory, is_muon):
 @pytest.mark.parametrize("is_muon", [False, True])
 @pytest.mark.parametrize("memory", [memory for memory, adamw, muon in RATES if adamw and memory is not RATES[2][0]])
 def test_outputs_of_memory_maps_do_not_change_faster_at_larger_widths(memory, is_muon):
-    """With a rate of 1 / sqrt(d) where Muon needs 1 / d, the slopes are 0.45 to 0.53; AdamW without scaling has 1."""
+    """Wrong rates have larger slopes: Muon with 1 / sqrt(d) instead of 1 / d 0.45 to 0.53, AdamW without scaling 1."""
     for name, changes in measure_map_changes(memory, is_muon).items():
         slope = np.polyfit(np.log((32, *WIDTHS)), np.log(changes), 1)[0]
         assert slope < 0.3, name
