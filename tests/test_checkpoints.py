@@ -351,8 +351,8 @@ def test_damaged_files_are_reported_in_one_line(saved, file, content):
 
 
 @pytest.mark.parametrize("change", ["chunks", "offset", "relative_path", "kind"])
-def test_metadata_of_a_part_of_a_tensor_is_damaged(saved, change):
-    """Only a part of a tensor would be loaded, or no file found."""
+def test_metadata_that_cover_only_a_part_of_a_tensor_are_refused(saved, change):
+    """Without the check, a tensor would be loaded in part, or its file not found."""
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     name = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
     tensor = metadata.state_dict_metadata[name]

@@ -60,11 +60,11 @@ def test_every_yaml_file_is_reachable_and_states_its_purpose():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_presets_have_the_stated_sizes(size):
-    backbone, of_stack = SIZES[size]
+    backbone, memory = SIZES[size]
     transformer, stacktrans = build(f"pretrain/transformer-{size}")[1], build(f"pretrain/stacktrans-{size}")[1]
     assert transformer.num_parameters() == stacktrans.num_parameters(memory=False) == backbone
-    assert stacktrans.num_parameters(memory=True) == of_stack
-    assert stacktrans.num_parameters() == backbone + of_stack
+    assert stacktrans.num_parameters(memory=True) == memory
+    assert stacktrans.num_parameters() == backbone + memory
 
 
 CODE = {"site": "after_attention", "projection": "shared_slices", "action_input": "hidden", "action_scale": "slice"}

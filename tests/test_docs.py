@@ -177,7 +177,7 @@ def find_headers(lines: list[str]) -> list[list[str]]:
 
 
 @pytest.mark.process
-def test_printed_tables_of_runs_have_the_columns_of_today(trained, capsys, tmp_path):
+def test_printed_tables_of_runs_have_current_columns(trained, capsys, tmp_path):
     """The blocks show larger runs, whose values CI cannot repeat."""
     shown = {
         "README.md": ("", f"validate --run {trained}"),
@@ -195,7 +195,7 @@ def test_printed_tables_of_runs_have_the_columns_of_today(trained, capsys, tmp_p
             assert find_headers(expected)[0] == find_headers(printed)[0]
 
 
-def test_printed_statistics_of_a_set_have_the_rows_of_today(corpus, capsys):
+def test_printed_statistics_of_a_set_have_current_rows(corpus, capsys):
     def list_labels(lines: list[str]) -> list[str]:
         return [line.split("  ")[1].strip() for line in itertools.takewhile(str.strip, lines[1:])]
 
@@ -223,7 +223,7 @@ def assert_same_shape(expected: list[str], printed: list[str]) -> None:
     assert_printed([*map(mask, expected)], [*map(mask, printed)])
 
 
-def test_the_printed_results_of_a_sweep_have_the_columns_of_today(empty_folder, capsys):
+def test_the_printed_results_of_a_sweep_have_current_columns(empty_folder, capsys):
     sweep = build_sweep(grid={"model.memory.num_heads": [1, 2]})
     for trial in sweep.trials:
         finish_trial(trial, 3.0, bigrams={"sets": {}, "average": {"loss": 4.0}}, tokens=1024)
@@ -247,8 +247,8 @@ def test_the_printed_preparation_has_the_lines_of_today(tmp_path, capsys, corpus
 
 
 @pytest.mark.process
-def test_the_printed_stop_and_resume_have_the_lines_of_today(tiny, tmp_path):
-    """The block has both commands; the run is stopped by SIGTERM after its second step."""
+def test_the_printed_stop_and_resume_have_current_lines(tiny, tmp_path):
+    """The block on the page has both commands. SIGTERM stops the run after its first checkpoint."""
     text = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
     shown = re.search(r"```text\n(\$ .*?)```", text, re.DOTALL)[1].splitlines()
     process = Program(tmp_path).start("fit", "--config", tiny, *ENDLESS)
@@ -266,7 +266,7 @@ def test_the_printed_stop_and_resume_have_the_lines_of_today(tiny, tmp_path):
 
 
 @pytest.mark.process
-def test_the_printed_scores_of_benchmarks_have_the_columns_of_today(trained, tmp_path, capsys):
+def test_the_printed_scores_of_benchmarks_have_current_columns(trained, tmp_path, capsys):
     blocks = find_blocks(ROOT / "docs/benchmarks.md")
     run_copy = shutil.copytree(trained, tmp_path / "run")
     names = "smollm2_piqa,smollm2_trivia_qa,smollm2_arc_easy"
@@ -275,7 +275,7 @@ def test_the_printed_scores_of_benchmarks_have_the_columns_of_today(trained, tmp
 
 
 @pytest.mark.process
-def test_the_printed_losses_by_position_have_the_rows_of_today(trained, tmp_path, capsys):
+def test_the_printed_losses_by_position_have_current_rows(trained, tmp_path, capsys):
     shown = find_blocks(ROOT / "docs/data.md")["validate --run RUN --by_position"]
     copy = shutil.copytree(trained, tmp_path / "20261127-000000-0000")
     printed = run(f"validate --run {copy} --by_position", capsys)

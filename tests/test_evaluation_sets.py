@@ -208,7 +208,7 @@ def train_with_a_space_before_the_text() -> Tokenizer:
 
 
 def train_with_spaces_in_bytes() -> Tokenizer:
-    """A tokenizer that writes a space as U+2581, for which it has only the three bytes."""
+    """Return a tokenizer that replaces a space by U+2581, which it encodes as three byte tokens."""
     vocabulary = {"<unk>": 0, "</s>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")

@@ -110,7 +110,7 @@ def test_a_memory_of_a_plugin_is_recorded_and_changed():
     assert "norm of the read" in format_page("text", list("abcdef"), recordings)
 
 
-def test_a_memory_that_reports_something_else_is_named():
+def test_undeclared_and_missing_reports_are_errors():
     model = build_traced_model()
     for reports, message in (
         ({"push": ""}, "read_share: not in Trace.reports"),

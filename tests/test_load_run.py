@@ -130,7 +130,7 @@ def test_logits_and_inspections_are_those_of_the_model(trained):
         run.logits("")
 
 
-def test_runs_without_text_or_memory_say_so(folder):
+def test_missing_text_or_memory_is_an_error(folder):
     run = stackexp.load_run(folder.path, folder.path / "weights.safetensors")
     assert run.logits([0, 1, 2]).shape[0] == 3
     with pytest.raises(RunError, match="not on text"):
@@ -143,7 +143,7 @@ def test_runs_without_text_or_memory_say_so(folder):
 
 
 @pytest.mark.process
-def test_the_notebook_of_the_docs_runs(tmp_path, monkeypatch):
+def test_the_notebook_in_docs_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     assert len(cells) >= 6

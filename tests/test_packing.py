@@ -17,7 +17,7 @@ LENGTHS = st.lists(st.integers(1, 30), max_size=40)
 
 
 def build_stream(lengths, has_end=True):
-    """Return documents with these numbers of tokens, each of ids that occur nowhere else, as one stream."""
+    """Return one stream of documents with these lengths. All token ids except END are unique."""
     ids = iter(range(1, 10_000))
     stream = [token for length in lengths for token in [*(next(ids) for _ in range(length - 1)), END]]
     return np.array(stream if has_end else stream[:-1], np.int64)
@@ -33,7 +33,7 @@ def pack(stream, step=None):
 
 
 def count_cut(documents, sequences, rest):
-    """Return how many of the documents have tokens in several sequences; `rest` counts as one."""
+    """Return the number of documents with tokens in several sequences, with `rest` as one more sequence."""
     owner = {token: number for number, part in enumerate([*sequences, rest]) for token in part.tolist() if token != END}
     return sum(len({owner[token] for token in document.tolist() if token != END}) > 1 for document in documents)
 
@@ -57,8 +57,8 @@ def test_every_token_is_written_once_and_documents_that_fit_stay_whole(lengths, 
     assert count_cut(documents, sequences, rest) <= packer.cut
     flat = np.concatenate([*sequences, rest]).tolist()
     for document in whole:  # also if it is cut, its tokens keep their order
-        places = [flat.index(token) for token in document.tolist() if token != END]
-        assert places == sorted(places)
+        positions = [flat.index(token) for token in document.tolist() if token != END]
+        assert positions == sorted(positions)
 
 
 def test_documents_go_where_they_fit_best():

@@ -253,7 +253,7 @@ def flip_middle_byte(data: bytes) -> bytes:
     return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 255]) + data[len(data) // 2 + 1 :]
 
 
-# Without the time of day: the bytes become the names of tests, which all workers of pytest-xdist must give alike.
+# Without a time in its header: the bytes are part of test names, which must be the same in all pytest-xdist workers.
 GZIPPED = gzip.compress(json_lines(TEXTS), mtime=0)
 
 

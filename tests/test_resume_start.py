@@ -309,7 +309,7 @@ def test_an_option_that_is_newer_than_the_checkpoint_must_have_its_default(tmp_p
     ],
 )
 def test_wrong_types_in_a_state_are_reported_in_one_line(unfinished, capsys, keys, value, reason):
-    """The hashes in the manifest are right, as those of an attacker or of a faulty conversion."""
+    """The manifest has valid hashes, as after a faulty conversion or an attack."""
     path = unfinished.checkpoints / "00000012"
     tokenizer, state = read_manifest(path)["tokenizer"], torch.load(path / "state.pt", weights_only=True)
     part = state

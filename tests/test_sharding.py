@@ -105,7 +105,7 @@ def test_no_process_holds_the_full_model(tmp_path):
 
 STEPS = ("trainer.max_steps=20", "trainer.val_check_interval=10", "trainer.checkpoint_interval=20")
 CLIPPED = "trainer.gradient_clip_val=0.3"
-CHEAP = ("logging.progress_bar=false",)
+QUIET = ("logging.progress_bar=false",)
 TWO = ("trainer.devices=2", "data.micro_batch_size=2")  # two micro-batches per step, as in one process
 TWO_NODES = ("trainer.num_nodes=2", "data.micro_batch_size=2")
 STRATEGIES = {
@@ -125,7 +125,7 @@ def train(tiny, tmp_path) -> Callable[..., RunFolder]:
     def fit(name: str, *options: str) -> RunFolder:
         nodes = 2 if "trainer.num_nodes=2" in options else 1
         ranks = 2 if "trainer.devices=2" in options else nodes
-        command = ("fit", "--config", tiny, *STEPS, CLIPPED, *CHEAP, f"name={name}", *options)
+        command = ("fit", "--config", tiny, *STEPS, CLIPPED, *QUIET, f"name={name}", *options)
         forks.run(*command, ranks=ranks, nodes=nodes)
         return only_run(tmp_path / "runs", name)
 

@@ -36,7 +36,7 @@ def test_readme_plugin_trains_and_resumes(tiny, tmp_path):
     # The run's config.yaml finds the plugin again
     forks.run("generate", "--run", path, "--prompt", "def", "--max_new_tokens", "3")
 
-    # And its options are described and checked like any other's
+    # Its options are described and checked like built-in ones
     explained = forks.run("configs", "explain", "model.memory.decay", "--config", "moving-average.yaml")
     assert "Weight of the layers below; 0 keeps the last one only." in explained
     assert "a number from 0 to 1" in explained

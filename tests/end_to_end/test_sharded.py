@@ -16,7 +16,7 @@ from stackexp.models import checkpoints
 from stackexp.runs import RunFolder
 
 INTERVALS = ("trainer.max_steps=48", "trainer.checkpoint_interval=5", "trainer.val_check_interval=12")
-CHEAP = ("logging.progress_bar=false",)
+QUIET = ("logging.progress_bar=false",)
 SESSIONS = {  # processes x micro-batches per step: 2 x 2, 1 x 1, 2 x 1, 2 x 4
     "fsdp": ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2"),
     "one process": ("data.micro_batch_size=8",),
@@ -29,7 +29,7 @@ SESSIONS = {  # processes x micro-batches per step: 2 x 2, 1 x 1, 2 x 1, 2 x 4
 def test_run_resumes_with_a_different_number_of_devices(tiny, tmp_path):
     """Every session but the last is stopped by SIGTERM, and the next one resumes on other devices."""
     forks, folder = Forks(tmp_path), tmp_path / "run"
-    fit = ("fit", "--config", tiny, *INTERVALS, *CHEAP)
+    fit = ("fit", "--config", tiny, *INTERVALS, *QUIET)
     forks.run(*fit)
     reference = only_run(tmp_path / "runs")
     run, stopped_at = RunFolder(folder), []
@@ -51,7 +51,7 @@ def test_run_resumes_with_a_different_number_of_devices(tiny, tmp_path):
 
     # The figures are the same from the folder, sharded or not, and from a consolidated file.
     sets = read_json(run.result)["sets"]
-    validate = ("validate", "--run", folder, *CHEAP)
+    validate = ("validate", "--run", folder, *QUIET)
     for options, ranks in (((), 2), (("trainer.strategy=single", "trainer.devices=1"), 1)):
         forks.run(*validate, *options, ranks=ranks)
         assert_same_figures(read_json(folder / "validate.json")["sets"], sets)
@@ -95,7 +95,7 @@ def load_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.process
 def test_a_checkpoint_holds_its_own_step_while_two_processes_continue(tiny, tmp_path):
     forks, runs = Forks(tmp_path), [RunFolder(tmp_path / name) for name in ("fast", "slow")]
-    fit = ("fit", "--config", tiny, "trainer.checkpoint_interval=4", "trainer.keep_checkpoints=9", *CHEAP)
+    fit = ("fit", "--config", tiny, "trainer.checkpoint_interval=4", "trainer.keep_checkpoints=9", *QUIET)
     fit = (*fit, *SESSIONS["fsdp"], "trainer.val_check_interval=null", "--run")
     forks.run(*fit, runs[0].path, ranks=2)
     forks.run(*fit, runs[1].path, ranks=2, function=fit_on_a_slow_disk)
