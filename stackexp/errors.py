@@ -33,9 +33,16 @@ def first_line(error: BaseException) -> str:
 
 
 class ConfigError(ValueError):
-    """An error in a config, an override or the command line; nothing has been written."""
+    """An error in a config, an override or the command line; nothing has been written.
+
+    The message starts with `origin`: the file and line, or the override, that set the wrong value; "" if unknown.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, origin: str = ""):
+        super().__init__(f"{origin}: {message}" if origin else message)
+        self.origin = origin
 
 
 class SetNameError(ConfigError):

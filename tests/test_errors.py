@@ -1,9 +1,11 @@
 """Messages: one printable line, without secrets."""
 
+import pickle
+
 import pytest
 
 from stackexp.cli import main
-from stackexp.errors import escape, mask_secrets
+from stackexp.errors import ConfigError, escape, mask_secrets
 
 
 def test_messages_are_printable():
@@ -26,6 +28,12 @@ def test_messages_are_printable():
 )
 def test_secrets_are_masked(text, expected):
     assert mask_secrets(text) == expected
+
+
+def test_config_errors_start_with_their_origin():
+    error = pickle.loads(pickle.dumps(ConfigError("seed: expected an integer", "a.yaml:3")))
+    assert (str(error), error.origin) == ("a.yaml:3: seed: expected an integer", "a.yaml:3")
+    assert (str(ConfigError("a.yaml:3: no")), ConfigError("a.yaml:3: no").origin) == ("a.yaml:3: no", "")
 
 
 def test_error_line_is_escaped_and_masked(capsys):

@@ -187,6 +187,10 @@ def test_shipped_ablation_equals_the_ablation_configs():
 
 def test_errors_name_file_line_and_nearest_valid_name():
     assert get_error(grid={H: [1, 0]}) == f"study.yaml:4: {H}: expected an integer from 1 to 1048576, found 0"
+    choice = get_error(grid={"model.memory": ["quue"]})
+    assert choice.startswith("study.yaml:4: model.memory: unknown choice 'quue'")
+    assert "(trial" not in choice, "the line of the sweep is enough"
+    assert get_error(f"{S}=0", grid={H: [1]}).endswith("found 0 (trial H=1)")
     assert get_error(grid={"model.memory.nm_heads": [1]}).endswith(f"unknown key; did you mean '{H}'?")
     assert "resorces: unknown key; did you mean 'resources'?" in get_error(resorces={})
     assert "resources.time: expected '24:00:00' or" in get_error(resources={"time": 86400})  # YAML's 24:00:00

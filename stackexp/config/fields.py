@@ -63,7 +63,7 @@ Origins = dict[str, str]
 
 def config_error(origin: str, key: str, message: str) -> ConfigError:
     """Return the error `origin: key: message`; empty parts are omitted."""
-    return ConfigError(": ".join(part for part in (origin, key, message) if part))
+    return ConfigError(f"{key}: {message}" if key else message, origin)
 
 
 def wrong_value_error(origin: str, key: str, hint: Any, metadata: Mapping[str, Any], value: Any) -> ConfigError:

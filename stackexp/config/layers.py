@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.fields import config_error
 from stackexp.config.registry import SECTIONS, list_kinds, locate_class
 from stackexp.config.yaml_files import (
     Leaf,
@@ -69,27 +70,26 @@ def list_catalog() -> list[tuple[str, str, str]]:
 
 def find_config(name: str, origin: str = "", folder: Path = Path()) -> Path:
     """Return the file of a config: a shipped name or a path. Raises ConfigError with the closest name."""
-    prefix = f"{origin}: " if origin else ""
     if name.endswith((".yaml", ".yml")):
-        return _find_file(name, prefix, folder)
+        return _find_file(name, folder, origin)
     names = list_config_names()
     if name in names:
         return get_configs_folder() / f"{name}.yaml"
     if Path(name).is_file():
         return Path(name)
     if name in list_yaml_names(get_configs_folder().parent / "sweeps", "**/*.yaml"):
-        raise ConfigError(f"{prefix}{name} is a sweep; run it with `sweep run {name}`")
+        raise ConfigError(f"{name} is a sweep; run it with `sweep run {name}`", origin)
     files = [path for path in (f"{name}.yaml", f"{name}.yml", str(Path(name, "config.yaml"))) if Path(path).is_file()]
     known = {full.split("/")[-1]: full for full in names} | {full: full for full in names}
     found = files[0] if files else known.get(find_closest(name, known) or "")
     hint = f"did you mean {found!r}?" if found else "`configs list` shows the names"
-    raise ConfigError(f"{prefix}unknown config {name!r}; {hint}")
+    raise ConfigError(f"unknown config {name!r}; {hint}", origin)
 
 
 def find_choice(section: str, name: str, origin: str, folder: Path) -> Path:
     """Return the file of a section choice. Raises ConfigError with the closest name."""
     if name.endswith((".yaml", ".yml")):
-        return _find_file(name, f"{origin}: {section}: ", folder)
+        return _find_file(name, folder, origin, section)
     choices = list_yaml_names(get_group_folder(section))
     if name in choices:
         return get_group_folder(section) / f"{name}.yaml"
@@ -97,14 +97,14 @@ def find_choice(section: str, name: str, origin: str, folder: Path) -> Path:
     if name in list_kinds(SECTIONS.get(section, "")):
         hint = f"; to choose a kind, write {section}.kind={name}"
     known = f"choices: {', '.join(choices)}" if choices else "this section has no choices"
-    raise ConfigError(f"{origin}: {section}: unknown choice {name!r} ({known}){hint}")
+    raise ConfigError(f"{section}: unknown choice {name!r} ({known}){hint}", origin)
 
 
-def _find_file(name: str, prefix: str, folder: Path) -> Path:
+def _find_file(name: str, folder: Path, origin: str, key: str = "") -> Path:
     for path in (folder / name, Path(name)):
         if path.is_file():
             return path
-    raise ConfigError(f"{prefix}{name}: file not found; correct the path")
+    raise config_error(origin, key, f"{name}: file not found; correct the path")
 
 
 CLASS_LISTS = (("trainer", "callbacks"), ("logging", "loggers"))
@@ -139,7 +139,7 @@ class Layers:
         path = path.resolve()
         if path in parents:
             cycle = " -> ".join(display_path(p) for p in (*parents[parents.index(path) :], path))
-            raise ConfigError(f"{display_path(path)}: circular defaults: {cycle}")
+            raise ConfigError(f"circular defaults: {cycle}", display_path(path))
         defaults, tree = read_file(path)
         for entry in defaults:
             self._add_default(entry, path.parent, section, (*parents, path))
@@ -155,14 +155,14 @@ class Layers:
             [(key, name)] = value.items()
             self._choose_file(f"{section}.{key}" if section else str(key), name, origin, folder, parents)
         else:
-            raise ConfigError(f"{origin}: defaults: expected NAME or SECTION: NAME, found {value!r}")
+            raise ConfigError(f"defaults: expected NAME or SECTION: NAME, found {value!r}", origin)
 
     def _choose_file(
         self, section: str, name: object, origin: str, folder: Path = Path(), parents: tuple[Path, ...] = ()
     ) -> None:
         """Merge the file `name` into a section, or replace the section; None removes an optional section."""
         if section not in list_sections():
-            raise ConfigError(f"{origin}: unknown section {section!r}{suggest_name(section, list_sections())}")
+            raise ConfigError(f"unknown section {section!r}{suggest_name(section, list_sections())}", origin)
         parent = self.tree
         *outer, key = section.split(".")
         for part in outer:
@@ -202,7 +202,7 @@ class Layers:
         leaf = tree.pop("plugins", Leaf([], ""))
         names = leaf.value if isinstance(leaf, Leaf) else None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ConfigError(f"{find_origin(leaf)}: plugins: expected a list of Python files or modules")
+            raise ConfigError("plugins: expected a list of Python files or modules", find_origin(leaf))
         self.plugins += [(Leaf(name, leaf.origin), folder) for name in names]
 
 
@@ -247,11 +247,12 @@ def _check_section_value(section: str, leaf: Leaf) -> Leaf | Tree:
         return leaf
     if isinstance(leaf.value, str):
         raise ConfigError(
-            f"{leaf.origin}: {section} is a section, not a single value; to choose a file for it, "
-            f"write `- {section}: {leaf.value}` under defaults:"
+            f"{section} is a section, not a single value; to choose a file for it, "
+            f"write `- {section}: {leaf.value}` under defaults:",
+            leaf.origin,
         )
     found = "null" if leaf.value is None else repr(leaf.value)
-    raise ConfigError(f"{leaf.origin}: {section} is a section with keys; it cannot be {found}")
+    raise ConfigError(f"{section} is a section with keys; it cannot be {found}", leaf.origin)
 
 
 def split_overrides(arguments: list[str]) -> list[tuple[str, str, str]]:
@@ -277,6 +278,6 @@ def split_overrides(arguments: list[str]) -> list[tuple[str, str, str]]:
             raise ConfigError(f"override {argument}: expected KEY=VALUE{hint}")
         origin = origin or f"override {argument}"
         if not all(part.strip() == part != "" for part in key.split(".")):
-            raise ConfigError(f"{origin}: invalid key {key!r}; expected SECTION.KEY=VALUE")
+            raise ConfigError(f"invalid key {key!r}; expected SECTION.KEY=VALUE", origin)
         found.append((key, value, origin))
     return found

@@ -83,7 +83,7 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
             raise  # see `_parse`
         except Exception as error:  # PyYAML raises any exception for a value that does not match its !!tag
             reason = getattr(error, "problem", None) or error
-            raise ConfigError(f"{self.get_origin(node)}: not valid YAML: {reason}") from error
+            raise ConfigError(f"not valid YAML: {reason}", self.get_origin(node)) from error
 
     def _check_items(self, node: yaml.Node) -> None:
         """Raise ConfigError for a number in a list that is octal or in base 60, also in a mapping within the list."""
@@ -91,7 +91,7 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         items = [value for _, value in node.value] if is_mapping else node.value
         for item in items if isinstance(node, yaml.CollectionNode) else ():
             if isinstance(item, yaml.ScalarNode) and not item.style and NOT_DECIMAL.fullmatch(item.value):
-                raise ConfigError(f"{self.get_origin(item)}: {explain_not_decimal(item.value)}")
+                raise ConfigError(explain_not_decimal(item.value), self.get_origin(item))
             self._check_items(item)
 
     def read_value(self, node: yaml.Node) -> Leaf | Tree:
@@ -100,14 +100,14 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     def read_mapping(self, node: yaml.MappingNode) -> Tree:
         tree: Tree = {}
         if node.tag != self.DEFAULT_MAPPING_TAG:
-            raise ConfigError(f"{self.get_origin(node)}: not valid YAML: remove the tag {node.tag}")
+            raise ConfigError(f"not valid YAML: remove the tag {node.tag}", self.get_origin(node))
         for key_node, value_node in node.value:
             key, origin = self.read_leaf(key_node).value, self.get_origin(key_node)
             if not isinstance(key, str):
                 written = key_node.value if isinstance(key_node, yaml.ScalarNode) else key
-                raise ConfigError(f"{origin}: the key {written} is read as {key!r}; put it in quotes")
+                raise ConfigError(f"the key {written} is read as {key!r}; put it in quotes", origin)
             if key in tree:
-                raise ConfigError(f"{origin}: duplicate key {key!r}")
+                raise ConfigError(f"duplicate key {key!r}", origin)
             tree[key] = self.read_value(value_node)
         return tree
 
@@ -137,20 +137,20 @@ def read_file(path: Path) -> tuple[list[Leaf], Tree]:
         with open_regular(path) as file:
             text = file.read()
     except (OSError, UnicodeDecodeError, RunError) as error:
-        raise ConfigError(f"{name}: cannot read the file: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(f"cannot read the file: {getattr(error, 'strerror', None) or error}", name) from error
     return _parse(text, lambda line: f"{name}:{line}", _read_root)
 
 
 def _read_root(reader: _Reader, node: yaml.Node | None) -> tuple[list[Leaf], Tree]:
     if not isinstance(node, yaml.MappingNode):
         found = _describe_kind(node)
-        raise ConfigError(f"{reader.format_origin(1)}: expected keys and values at the top of the file, found {found}")
+        raise ConfigError(f"expected keys and values at the top of the file, found {found}", reader.format_origin(1))
     defaults: list[Leaf] = []
     for key, value in list(node.value):
         if key.value == "defaults":
             if not isinstance(value, yaml.SequenceNode):
                 origin = reader.get_origin(value)
-                raise ConfigError(f"{origin}: defaults: expected a list, found {_describe_kind(value)}")
+                raise ConfigError(f"defaults: expected a list, found {_describe_kind(value)}", origin)
             defaults = [reader.read_leaf(item) for item in value.value]
     tree = reader.read_mapping(node)
     tree.pop("defaults", None)
@@ -196,7 +196,7 @@ def read_value(text: str, origin: str) -> Leaf | Tree:
 
     def read(reader: _Reader, node: yaml.Node | None) -> Leaf | Tree:
         if node is None:
-            raise ConfigError(f"{origin}: empty value; write null, or '\"\"' for empty text")
+            raise ConfigError("empty value; write null, or '\"\"' for empty text", origin)
         return reader.read_value(node)
 
     return _parse(text, lambda line: origin, read)
@@ -209,12 +209,12 @@ def _parse(text: str, origin: Callable[[int], str], read: Callable[[_Reader, yam
         node = reader.get_single_node()
         return read(reader, node)
     except RecursionError as error:
-        raise ConfigError(f"{origin(1)}: nested too deeply, or an anchor contains itself") from error
+        raise ConfigError("nested too deeply, or an anchor contains itself", origin(1)) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or getattr(error, "context", "")
-        raise ConfigError(f"{origin(line)}: not valid YAML: {reason}") from error
+        raise ConfigError(f"not valid YAML: {reason}", origin(line)) from error
 
 
 def _describe_kind(node: yaml.Node | None) -> str:

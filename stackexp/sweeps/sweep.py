@@ -98,8 +98,7 @@ class Sweep:
         try:
             config = self._compose_seed(values)
         except ConfigError as error:
-            origins = tuple(f"{self._get_origin(key)}: " for key in values)
-            if not values or str(error).startswith(origins):  # the error already names the line of a value
+            if not values or error.origin in map(self._get_origin, values):  # it names the line of a value
                 raise
             raise ConfigError(f"{error} (trial {label})") from error
         digest = compute_config_hash(config)
@@ -180,9 +179,9 @@ class Sweep:
         if tokens is None:
             return compose(configs, overrides)
         if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not 0 < tokens < math.inf:
-            raise ConfigError(f"{self._get_origin('tokens')}: tokens: expected a number > 0, found {tokens!r}")
+            raise ConfigError(f"tokens: expected a number > 0, found {tokens!r}", self._get_origin("tokens"))
         if STEPS in [*values, *(key for key, _, _ in split_overrides(self.all_overrides))]:
-            raise ConfigError(f"{display_path(self.path)}: tokens sets {STEPS}; give only one of them")
+            raise ConfigError(f"tokens sets {STEPS}; give only one of them", display_path(self.path))
         config = compose(configs, [*overrides, f"{STEPS}={ENDLESS}"])  # only to read the batch size
         steps = math.ceil(tokens / config.data.global_batch_tokens)
         return compose(configs, [*overrides, self._locate(f"{STEPS}={steps}", "tokens")])
@@ -211,8 +210,8 @@ class Sweep:
         names = values.get("config", self.config.config)
         names = [names] if isinstance(names, str) else names
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-            where = f"{self._get_origin('config')}: config"
-            raise ConfigError(f"{where}: expected the base config of the trials, or a list, found {names!r}")
+            message = f"config: expected the base config of the trials, or a list, found {names!r}"
+            raise ConfigError(message, self._get_origin("config"))
         return [str(find_config(name, self.origins["config"], self._config_folder)) for name in names]
 
     @property
@@ -228,12 +227,12 @@ def load_sweep(target: str, overrides: Iterable[str] = ()) -> Sweep:
     sweep = Sweep(path, config, _find_origins(config, tree), tuple(overrides))
     for key, _, origin in split_overrides(sweep.all_overrides):
         if key in sweep.origins:
-            raise ConfigError(f"{origin}: the sweep sets {key} at {sweep.origins[key]}; change it there")
+            raise ConfigError(f"the sweep sets {key} at {sweep.origins[key]}; change it there", origin)
         if key == "name":
-            raise ConfigError(f"{origin}: the sweep names its trials; set name: in {display_path(path)}")
+            raise ConfigError(f"the sweep names its trials; set name: in {display_path(path)}", origin)
     for key in config.search.space if config.search else []:
         if key in (*list_sections(), *SWEEP_KEYS):
-            raise ConfigError(f"{sweep.origins[key]}: {key}: a search takes single options, such as optimizer.lr")
+            raise ConfigError(f"{key}: a search takes single options, such as optimizer.lr", sweep.origins[key])
     return sweep
 
 
