@@ -162,7 +162,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
             return 1, f"{path}: {error.strerror}; check the path and its permissions"
     if isinstance(error, MemoryError):
         return 1, f"out of memory: {first_line(error) or 'an allocation failed'}; {NO_MEMORY}, then {advice}"
-    if "failed to map segment" in str(error):
+    if "failed to map segment" in str(error):  # dlopen fails with an ImportError or OSError that has no errno
         return 1, f"out of memory while loading {first_line(error).split(':')[0]}; {NO_MEMORY}, then {advice}"
     raise error
 
