@@ -69,7 +69,7 @@ for command in {LIGHT_COMMANDS}:
 
 @pytest.mark.parametrize(
     ("arguments", "seconds"),
-    [("--help", 0.3), ("fit --config quickstart --print-config", 1), ("sweep run formal_table --dry-run", 2)],
+    [("--help", 0.15), ("fit --config quickstart --print-config", 1), ("sweep run formal_table --dry-run", 2)],
 )
 def test_commands_without_torch_are_fast(arguments, seconds, tmp_path):
     """CPU time, best of three; twice the limit, because other processes share the machine."""
