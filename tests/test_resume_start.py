@@ -3,18 +3,20 @@
 import json
 import re
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from records import record
+from records import losses, record
 from saved_models import make_state
 
 from stackexp import runs
 from stackexp.cli import main
 from stackexp.config.compose import compose, load_config
 from stackexp.errors import FolderBusyError, RunError
+from stackexp.files import read_json_lines
 from stackexp.models import checkpoints
 from stackexp.runs import MANIFEST, RunFolder, read_manifest, write_manifest
 from stackexp.training.callbacks.metrics_log import MetricsLog
@@ -104,6 +106,20 @@ def make_older(run: RunFolder) -> None:
         del session["tokenizer_sha256"]
     run.environment.write_text(json.dumps(sessions))
     (run.path / ".stackexp").write_text("")
+
+
+def test_an_unfinished_run_that_the_version_before_wrote_is_resumed(tmp_path, capsys):
+    """The archive holds a run of commit 8c58731, stopped after step 8 of 12, and the metrics of the whole run."""
+    with tarfile.open(Path(__file__).with_name("run_of_8c58731.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    run = tmp_path / "run"
+    assert main(["fit", "--run", str(run)]) == 1
+    assert f"run `python -m stackexp runs adopt {run}`" in capsys.readouterr().err
+    assert main(["runs", "adopt", str(run)]) == 0
+    assert main(["fit", "--run", str(run)]) == 0
+    lines = [line for line in read_json_lines(tmp_path / "whole.jsonl") if "train/loss" in line]
+    assert losses(RunFolder(run)) == pytest.approx({line["step"]: line["train/loss"] for line in lines}, abs=1e-5)
+    assert len(lines) == 12
 
 
 def test_run_of_the_version_before_is_read_and_resumed(unfinished, monkeypatch):
