@@ -14,8 +14,7 @@ from stackexp.sweeps.trials import WORKERS, State, Status, Trial, read_claim, re
 from stackexp.tables import ABSENT, format_table
 from stackexp.terminal import format_duration
 
-LEFT = ("trial", "state", "cause")
-"""Columns of text; numbers are aligned on the right."""
+TEXT_COLUMNS = ("trial", "state", "cause")
 
 
 class ChangePrinter:
@@ -55,7 +54,7 @@ def format_sweep_status(sweep: Sweep, statuses: list[Status]) -> str:
     rows = list(map(format_status, statuses))
     omitted = [] if any(status.attempts > 1 for status in statuses) else ["attempts"]
     shown = [key for key in (rows[0] if rows else ()) if any(row[key] for row in rows) and key not in omitted]
-    align = "".join("<" if key in LEFT else ">" for key in shown)
+    align = "".join("<" if key in TEXT_COLUMNS else ">" for key in shown)
     table = format_table([[row[key] for key in shown] for row in rows], header=shown, align=align)
     return f"{table}\n\n{sweep.folder}: {format_summary(statuses)}; {_describe_workers(sweep)}"
 
