@@ -178,7 +178,7 @@ def download(url: str, path: Path, bar: tqdm) -> None:
     """Download `url` to `path`. Gives up after MAX_ATTEMPTS failures.
 
     Raises:
-        UnreachableServerError: No attempt reached the server, or the URL is invalid.
+        UnreachableServerError: The last attempt did not reach the server, or the URL is invalid.
         RunError: The server refuses the file, or all attempts failed.
     """
     for attempt in range(1, MAX_ATTEMPTS + 1):
