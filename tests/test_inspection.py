@@ -29,7 +29,7 @@ from stackexp.models.stack_recording import (
     MEASUREMENTS,
     _measure_residual_stack,
     compute_read_weights,
-    record_stacks,
+    record_memories,
     wrap_method,
 )
 from stackexp.models.transformer import Transformer
@@ -51,7 +51,7 @@ def build_model(seed=0, **memory):
 
 def record(model):
     """Return the recordings of TOKENS."""
-    with record_stacks(model) as recordings:
+    with record_memories(model) as recordings:
         model(TOKENS)
     return recordings
 
@@ -128,7 +128,7 @@ def test_undeclared_and_missing_reports_are_errors():
 def test_recording_changes_nothing_and_agrees_with_the_probes(memory):
     model = build_model(**memory)
     expected = model(TOKENS, probe=True)
-    with record_stacks(model) as recordings:
+    with record_memories(model) as recordings:
         torch.testing.assert_close(model(TOKENS).logits, expected.logits)
     torch.testing.assert_close(model(TOKENS).logits, expected.logits, msg="the model is as before")
     for recording, probes in zip(recordings, expected.probes, strict=True):
@@ -235,9 +235,9 @@ def test_frozen_actions_are_the_same_for_all_tokens():
     model = build_model()
     intervention = find(model, "actions frozen at their mean")
     mean = record(model)[0].values["push"].mean((0, 1))
-    with intervene(model, intervention), record_stacks(model):
+    with intervene(model, intervention), record_memories(model):
         pass
-    with record_stacks(model) as recordings, intervene(model, intervention):
+    with record_memories(model) as recordings, intervene(model, intervention):
         model(TOKENS)
     frozen = recordings[0].values["push"]
     torch.testing.assert_close(frozen, mean.expand_as(frozen))
@@ -245,7 +245,7 @@ def test_frozen_actions_are_the_same_for_all_tokens():
 
 def test_a_cleared_stack_reads_only_later_pushes():
     model = build_model(num_slots=4)
-    with record_stacks(model) as recordings, intervene(model, find(model, "stack cleared before layer 2")):
+    with record_memories(model) as recordings, intervene(model, find(model, "stack cleared before layer 2")):
         model(TOKENS)
     push = recordings[2].values["push"]
     torch.testing.assert_close(recordings[2].values["occupancy"], push)
@@ -280,7 +280,7 @@ def build_residual_stack(**options):
 def test_recordings_of_a_residual_stack_agree_with_the_probes(update):
     model = build_residual_stack(update=update)
     expected = model(TOKENS, probe=True)
-    with record_stacks(model) as recordings:
+    with record_memories(model) as recordings:
         torch.testing.assert_close(model(TOKENS).logits, expected.logits)
     for recording, probes in zip(recordings, expected.probes, strict=True):
         assert {name: value.shape for name, value in recording.values.items()} == dict.fromkeys(MEASUREMENTS, (2, 6, 1))

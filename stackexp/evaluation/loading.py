@@ -24,7 +24,7 @@ from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.generation import continue_text
 from stackexp.evaluation.request import EvaluationRequest, ResumableEvaluation
 from stackexp.models import checkpoints
-from stackexp.models.stack_recording import record_stacks
+from stackexp.models.stack_recording import record_memories
 from stackexp.models.warm_start import warn_about_options
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder
@@ -102,7 +102,7 @@ class LoadedRun:
         import pandas
 
         ids = text if isinstance(text, list) else self._encode("inspect", text, minimum=1)
-        with record_stacks(self.model) as recordings:
+        with record_memories(self.model) as recordings:
             self._run_model(ids)
         tokens = [self.tokenizer.decode([i], skip_special_tokens=False) if self.tokenizer else str(i) for i in ids]
         frames = []

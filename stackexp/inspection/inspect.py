@@ -26,7 +26,7 @@ from stackexp.files import write_atomically
 from stackexp.inspection.interventions import TokenBatch, check_heads, format_changes, measure_interventions
 from stackexp.models.checkpoints import is_folder, load_state
 from stackexp.models.memories.stack import compute_action_spread
-from stackexp.models.stack_recording import ACTIONS, Recording, find_recorded, record_stacks
+from stackexp.models.stack_recording import ACTIONS, Recording, find_recorded, record_memories
 from stackexp.reports.report import new_figure, save_figure
 from stackexp.tables import format_table
 from stackexp.tasks import TASKS
@@ -104,7 +104,7 @@ def run(
 def record(loaded: LoadedRun, inputs: "InspectionInput") -> tuple[list[StackMeans], list[Recording]]:
     """Return the means of every stack over all tokens, and the recordings of the first sequence."""
     values: list[list[dict[str, Tensor]]] = []
-    with record_stacks(loaded.model) as recordings:
+    with record_memories(loaded.model) as recordings:
         for batch in inputs.batches:
             loaded.model(batch["tokens"])
             values.append([recording.values for recording in recordings])

@@ -15,7 +15,7 @@ from stackexp.errors import ConfigError
 from stackexp.models.memories.base import Memory
 from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.memories.stack import NEVER, StackMemory
-from stackexp.models.stack_recording import ACTIONS, Recording, Stack, find_recorded, record_stacks, wrap_method
+from stackexp.models.stack_recording import ACTIONS, Recording, Stack, find_recorded, record_memories, wrap_method
 from stackexp.modules.scores import bootstrap_interval
 from stackexp.tables import format_table
 
@@ -42,7 +42,7 @@ class Intervention:
 def measure_interventions(model: nn.Module, batches: list[TokenBatch], heads: bool) -> list[dict[str, Any]]:
     """Return the change of the loss under each intervention, in nats, with the paired 95 % interval over sequences."""
     tokens = [batch["tokens"] for batch in batches[:4]]
-    with record_stacks(model) as recordings:
+    with record_memories(model) as recordings:
         model(torch.cat([rows for rows in tokens if rows.shape[1] == tokens[0].shape[1]]))
         interventions = list_interventions(model, recordings, heads)
     losses, counts = compute_losses(model, batches)
@@ -108,28 +108,28 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
     a dropped read is still fed back. For other memories, the output (what they add to the hidden state) is dropped, or
     the state is cleared.
     """
-    stacks = find_recorded(model)
-    num_heads, found = _count_heads(stacks[0]), []
-    has_feedback = getattr(stacks[0].config, "feedback", False)
+    memories = find_recorded(model)
+    num_heads, found = _count_heads(memories[0]), []
+    has_feedback = getattr(memories[0].config, "feedback", False)
     suffix = ", but fed back" if has_feedback else ""
-    read, noun = ("read", "stack") if isinstance(stacks[0], Stack) else ("output", "state")
-    if isinstance(stacks[0], Stack) and stacks[0].actions is not None:
+    read, noun = ("read", "stack") if isinstance(memories[0], Stack) else ("output", "state")
+    if isinstance(memories[0], Stack) and memories[0].actions is not None:
         found = [
             Intervention(f"{action} = {value}", logits=functools.partial(_force, index=i, value=value))
             for i, action in enumerate(ACTIONS)
             for value in (0, 1)
         ]
         if not has_feedback:
-            found.append(Intervention("actions frozen at their mean", logits=_freeze(stacks, means)))
+            found.append(Intervention("actions frozen at their mean", logits=_freeze(memories, means)))
             found.append(Intervention("actions hardened", logits=_harden))
     if num_heads > 1:
         found.append(Intervention("reads of the heads exchanged", read=lambda _, read: read.roll(1, -2)))
     found.append(Intervention(f"{read}s dropped{suffix}", read=_drop_read))
-    layers = sorted({memory.layer for memory in stacks})
+    layers = sorted({memory.layer for memory in memories})
     found += [
         Intervention(f"{read} of layer {layer} dropped{suffix}", read=_drop_read, layer=layer) for layer in layers
     ]
-    if stacks[0].axis == "depth":
+    if memories[0].axis == "depth":
         found += [
             Intervention(f"{noun} cleared before layer {layer}", state=lambda _, state: clear(state), layer=layer)
             for layer in layers[1:]
@@ -202,9 +202,9 @@ def _force(memory: Stack, logits: Tensor, index: int, value: int) -> Tensor:
     return logits.masked_fill(is_chosen if value == 0 else ~is_chosen, NEVER)
 
 
-def _freeze(stacks: Sequence[Memory], means: list[Recording]) -> Callable[[Stack, Tensor], Tensor]:
+def _freeze(memories: Sequence[Memory], means: list[Recording]) -> Callable[[Stack, Tensor], Tensor]:
     frozen = {}
-    for memory, recording in zip(stacks, means, strict=True):
+    for memory, recording in zip(memories, means, strict=True):
         actions = torch.stack([recording.values[name] for name in ACTIONS], -1)  # [B, T, H, 3]
         frozen[memory] = actions.flatten(0, -3).mean(0).clamp_min(1e-30).log()
     return lambda memory, logits: frozen[memory].to(logits.dtype).expand_as(logits)

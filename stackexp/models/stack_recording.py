@@ -90,7 +90,7 @@ def wrap_method(name: str, wrappers: Mapping[Any, Callable]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def record_stacks(model: nn.Module) -> Iterator[list[Recording]]:
+def record_memories(model: nn.Module) -> Iterator[list[Recording]]:
     """Record every memory in the forward passes within this context; each pass replaces the previous one's values.
 
     Raises RunError if a memory reports other values than it states.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from stackexp.models.memories.base import Stats
-from stackexp.models.stack_recording import Stack, record_stacks
+from stackexp.models.stack_recording import Stack, record_memories
 
 _REQUEST = "request/"
 SPIKE_WINDOW = 128  # losses
@@ -170,7 +170,7 @@ def probe_memories(model: nn.Module, tokens: Tensor) -> list[Stats]:
     """
     if model.axis != "depth" or not isinstance(model.memories[0], Stack):
         return model(tokens, probe=True, return_hidden=True).probes or []  # no logits: they would need gigabytes
-    with torch.compiler.set_stance("force_eager"), record_stacks(model) as recordings:
+    with torch.compiler.set_stance("force_eager"), record_memories(model) as recordings:
         probes = model(tokens, probe=True, return_hidden=True).probes
     names = ("overflow", "read_slot", "read_sharpness")
     recorded = [{name: recording.values[name].mean() for name in names} for recording in recordings]

@@ -17,7 +17,7 @@ from stackexp.config import compose
 from stackexp.config.registry import build
 from stackexp.data.bigrams import BigramModel
 from stackexp.evaluation.loading import load_run
-from stackexp.models.stack_recording import record_stacks
+from stackexp.models.stack_recording import record_memories
 from stackexp.runs import RunFolder
 
 
@@ -78,7 +78,7 @@ def test_validations_measure_the_memory_on_the_first_rows_of_each_set(fitted):
     probes = [loaded.model(rows, probe=True).probes for rows in tokens]
     recorded = []
     for rows in tokens:
-        with record_stacks(loaded.model) as recordings:
+        with record_memories(loaded.model) as recordings:
             loaded.model(rows)
         recorded.append([recording.values for recording in recordings])
     logged = next(line for line in reversed(list(run.read_metrics())) if "val/loss/average" in line)
