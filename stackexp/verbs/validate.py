@@ -64,7 +64,7 @@ class Validate(Verb):
         sets = [name.strip() for names in args.sets for name in names.split(",")]
         if not sets:
             check_paths(config.data, stage)
-            if not getattr(config.data, "test", {"stdlib": ""}) and stage == "test":
+            if stage == "test" and getattr(config.data, "test", None) == {}:  # without this key, data have test sets
                 raise RunError("data.test: no sets to test on; name some in the config, or with --sets")
         elif config.data.objective == "language_modeling":
             section = "validation" if stage == "validate" else "test"
