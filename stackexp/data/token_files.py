@@ -100,7 +100,7 @@ class TokenFile:
             self.tokens = self._map(size, dtype, vocab_size)
             if self.record and len(self) != self.record.tokens:
                 raise RunError(f"{self.name}: {len(self):,} ids, but its record has {self.record.tokens:,}; {REMEDY}")
-        except (OSError, ValueError, OverflowError, TokenError) as error:
+        except (OSError, ValueError, OverflowError, TokenError) as error:  # TokenError: from the header of an .npy
             raise RunError(
                 f"{self.name}: cannot be read ({getattr(error, 'strerror', None) or error}); copy or make it again"
             ) from error

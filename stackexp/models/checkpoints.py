@@ -431,7 +431,7 @@ def _sort_metadata(file: IO[bytes]) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the config that a checkpoint or a safetensors file stores; empty for a file of another program.
+    """Return the config that a checkpoint or a safetensors file stores; {} for a file without one.
 
     Raises RunError if a safetensors file stores something else.
     """

@@ -97,7 +97,7 @@ class SequenceScores(ItemSums):
 class StepMetrics:
     """A collection of scalars of one optimizer step: means over micro-batches and ranks.
 
-    Values stay where they are until `drain`. Requests such as "stop" travel in the same all-reduce.
+    Values stay on their devices until `drain`, whose all-reduce also shares requests such as "stop".
     """
 
     def __init__(self) -> None:

@@ -239,7 +239,7 @@ def find_start(
         run.create()
         has_checkpoint = run.newest_checkpoint() or any(run.checkpoints.glob("*.ckpt"))  # .ckpt is refused by name
         if not has_checkpoint and (parent := _find_parent(run)):
-            return _resume(parent, run, config, overridden=flatten_config(config))  # accepted when it branched
+            return _resume(parent, run, config, overridden=flatten_config(config))  # already accepted
         return _resume_newest(run, config, overridden) if has_checkpoint else Start(run)
     if ckpt_path is None:
         return Start(runs.allocate_run(config))
