@@ -1,6 +1,5 @@
 """Inspect datasets for `data inspect`: their figures, damaged files, document lengths and some samples."""
 
-import json
 import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -182,8 +181,7 @@ def _inspect_prepared_set(inspection: Inspection, options: InspectOptions) -> No
     """
     path = inspection.path
     token_set = TokenSet(path, cache=True)  # damaged shards are reported below
-    entries = [shard["raw_data"] for shard in json.loads((path / "index.json").read_text(encoding="utf-8"))["shards"]]
-    corpus = token_set.corpus
+    corpus, entries = token_set.corpus, token_set.entries
     ends = dict.fromkeys([*corpus.sources[:1], *corpus.sources[-1:]])
     inspection.kind = "prepared set"
     uncounted = () if corpus.cut_by_concatenation else ("cut_documents", "cut_by_concatenation")

@@ -113,19 +113,18 @@ class TokenSet:
         self.corpus = self._read_corpus(options)
         try:
             shards = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))["shards"]
-            files = [shard["raw_data"] for shard in shards]
+            self.entries = [shard["raw_data"] for shard in shards]  # name, size and hash of each file
             self.files = [
-                (_check_basename(self.folder, file["basename"]), shard["samples"])
-                for file, shard in zip(files, shards, strict=True)
+                (_check_basename(self.folder, entry["basename"]), shard["samples"])
+                for entry, shard in zip(self.entries, shards, strict=True)
             ]
-            self._hashes = [file["hashes"]["sha256"] for file in files]
-            sizes = [file["bytes"] for file in files]
+            self._hashes = [entry["hashes"]["sha256"] for entry in self.entries]
             if not all(map(self._has_format, shards)):
                 raise ValueError("a shard of another format")
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise RunError(f"{self.folder}/index.json: missing or corrupt; prepare the set again") from e
-        for (path, _), size in zip(self.files, sizes, strict=True):
-            if not cache and not (path.is_file() and path.stat().st_size == size):
+        for (path, _), entry in zip(self.files, self.entries, strict=True):
+            if not cache and not (path.is_file() and path.stat().st_size == entry["bytes"]):
                 raise RunError(f"{path}: missing or not as long as index.json records; prepare the set again")
         self.begins = np.cumsum([0] + [samples for _, samples in self.files])
         if self.begins[-1] != self.corpus.sequences:
