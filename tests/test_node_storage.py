@@ -96,7 +96,7 @@ def test_a_failed_look_ahead_ends_an_epoch_at_once(s3, url, monkeypatch):
 
 
 def test_missing_credentials_are_reported_in_one_line(s3, url, tmp_path):
-    """In a process of its own, because boto3 caches credentials."""
+    """The test uses a separate process, because boto3 caches credentials."""
     output = Forks(tmp_path).run(url, str(tmp_path), s3.environment["S3_ENDPOINT_URL"], function=_read_anonymously)
     assert f"{url}/corpus.json: Unable to locate credentials; check data.remote and the credentials" in output
 

@@ -167,7 +167,7 @@ def count_samples(folder: Path, start, queue) -> None:
 
 
 def test_runs_that_start_together_use_separate_shared_memory(folder):
-    """With the library's own choice of names, runs take the same shared memory and crash."""
+    """The library's own names would give two runs the same shared memory, and they would crash."""
     context = multiprocessing.get_context("fork")
     start, queue = context.Barrier(6), context.Queue()
     runs = [context.Process(target=count_samples, args=(folder, start, queue)) for _ in range(6)]

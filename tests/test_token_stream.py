@@ -185,7 +185,7 @@ class Noise(LinearMemory):
 
 
 def test_workers_end_with_their_loader(remote_set):
-    """Also if the loader is in a reference cycle, as after an error: its queues may be collected first."""
+    """The loader may be in a reference cycle, as after an error. Then its queues may be collected first."""
     loader = build_loader(build_config(path=str(remote_set), num_workers=2))
     next(iter(loader))
     workers = list(loader._iterator._workers)

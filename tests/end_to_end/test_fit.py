@@ -168,7 +168,7 @@ def test_fit_without_validation_sets(tiny, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_compiled_model_trains_like_eager(tiny, tmp_path, ranks):
-    """With two ranks: compiled, sharded and recomputed at once."""
+    """Two ranks combine compilation, sharding and recomputation."""
     forks, options = Forks(tmp_path), ["trainer.compile=true"]
     if ranks == 2:
         options += ["trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2"]
