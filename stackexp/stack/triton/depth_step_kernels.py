@@ -1,12 +1,14 @@
 """The Triton kernels of one depth step of every token's stack: forward and backward.
 
+Names have the prefixes of `time_scan_kernels`: `p_`, `b_`, `o_`, `m_` and `i_`. The fields of `tensors` are pointers.
+
 A program handles a few tokens and heads: the rows of its tiles [ROWS, D], ROWS = tokens * group. It visits the slots
 once, from the top. It never holds a whole stack, only a few neighboring slots, so only D and the heads are padded, and
 the number of slots is an ordinary argument. `depth_step_math` explains how slots are computed in this order.
 
 Sizes: `num_occupied` slots of V_0, `num_old` of St, `num_new` of St', `num_slots` S. Probabilities, M and scores are
-rows [ROWS]. `xs` and `logits` are tuples of the layers since V_0: [tokens, H, D] and [tokens, H, 3 or 2]. The other
-tensors are described in `depth_step`.
+rows [ROWS]. `p_xs` and `p_logits` are tuples of pointers, one for each layer since V_0: [tokens, H, D] and
+[tokens, H, 3 or 2]. The other tensors are described in `depth_step`.
 """
 
 import triton
@@ -34,8 +36,8 @@ DYNAMIC = ["num_tokens", "num_occupied", "num_old", "num_new", "num_slots"]
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def forward(
-    xs,
-    logits,
+    p_xs,
+    p_logits,
     tensors,  # StepForward
     num_tokens,
     num_occupied,
@@ -45,37 +47,46 @@ def forward(
 ):
     """Compute `reference.step` after the steps of the layers since V_0."""
     offsets = locate(tl.program_id(0), num_tokens, settings)
-    at, here, at_x, within, _, at_w = offsets
-    w = load_or_default(
-        tl.full([settings.tokens * settings.group, settings.padded_dim], 0, settings.dtype), tensors.query, at_w, within
+    o_stack, m_stack, o_vector, m_vector, _, o_query = offsets
+    b_query = load_or_default(
+        tl.full([settings.tokens * settings.group, settings.padded_dim], 0, settings.dtype),
+        tensors.query,
+        o_query,
+        m_vector,
     )
-    stages, actions = start_pipeline(xs, logits, offsets, settings)
+    b_stages, b_actions = start_pipeline(p_xs, p_logits, offsets, settings)
     needed = num_occupied
     if settings.read == "top" and tensors.new_slots is None:  # slots further down do not reach the top
-        needed = tl.minimum(num_occupied, len(xs) + 1)
+        needed = tl.minimum(num_occupied, len(p_xs) + 1)
     sizes = (needed, num_occupied, num_new, num_slots)
-    value, highest, total, occupancy = read_slots(
-        stages, actions, (tensors.slots, tensors.mask, tensors.new_slots, tensors.new_mask), w, sizes, offsets, settings
+    b_read, b_highest, b_total, b_occupancy = read_slots(
+        b_stages,
+        b_actions,
+        (tensors.slots, tensors.mask, tensors.new_slots, tensors.new_mask),
+        b_query,
+        sizes,
+        offsets,
+        settings,
     )
-    rounded = value.to(tensors.read.dtype.element_ty)
-    tl.store(tensors.read + at_x, rounded, within)
+    b_rounded = b_read.to(tensors.read.dtype.element_ty)
+    tl.store(tensors.read + o_vector, b_rounded, m_vector)
     if tensors.rest is not None:
-        tl.store(tensors.rest + at_x, value - rounded.to(settings.dtype), within)
+        tl.store(tensors.rest + o_vector, b_read - b_rounded.to(settings.dtype), m_vector)
     if settings.read == "global":
-        tl.store(tensors.log_total + at, highest + tl.log(total), here)
-    tl.store(tensors.occupancy + at, occupancy, here)
-    push, pop, no_op = actions[len(xs) - 1]
-    tl.store(tensors.action + at * 3, push, here)
-    tl.store(tensors.action + at * 3 + 1, pop, here)
-    tl.store(tensors.action + at * 3 + 2, no_op, here)
-    push, pop, no_op = load_logits(logits[len(xs) - 1], offsets, settings)
-    tl.store(tensors.entropy + at, compute_log_actions(push, pop, no_op, settings)[3], here)
+        tl.store(tensors.log_total + o_stack, b_highest + tl.log(b_total), m_stack)
+    tl.store(tensors.occupancy + o_stack, b_occupancy, m_stack)
+    b_push, b_pop, b_no_op = b_actions[len(p_xs) - 1]
+    tl.store(tensors.action + o_stack * 3, b_push, m_stack)
+    tl.store(tensors.action + o_stack * 3 + 1, b_pop, m_stack)
+    tl.store(tensors.action + o_stack * 3 + 2, b_no_op, m_stack)
+    b_push, b_pop, b_no_op = load_logits(p_logits[len(p_xs) - 1], offsets, settings)
+    tl.store(tensors.entropy + o_stack, compute_log_actions(b_push, b_pop, b_no_op, settings)[3], m_stack)
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def backward(
-    xs,
-    logits,
+    p_xs,
+    p_logits,
     tensors,  # StepBackward
     num_tokens,
     num_occupied,
@@ -88,90 +99,110 @@ def backward(
 
     At slot j the gradient of St[j - 1] is complete. St[-1] is x.
     """
-    LAST: tl.constexpr = len(xs) - 1
-    nothing = tl.full([settings.tokens * settings.group, settings.padded_dim], 0, settings.dtype)
-    none = tl.full([nothing.shape[0]], 0, settings.dtype)
+    LAST: tl.constexpr = len(p_xs) - 1
+    b_zero_vectors = tl.full([settings.tokens * settings.group, settings.padded_dim], 0, settings.dtype)
+    b_zero_rows = tl.full([b_zero_vectors.shape[0]], 0, settings.dtype)
     offsets = locate(tl.program_id(0), num_tokens, settings)
-    at, here, at_x, within, plane, at_w = offsets
-    source, filled = (tensors.slots, tensors.mask), (num_occupied, num_occupied)
-    grads = (tensors.grad_slots, tensors.grad_mask)
-    w = load_or_default(nothing, tensors.query, at_w, within)
-    stages, actions = start_pipeline(xs, logits, offsets, settings)
-    grad_read = load_or_default(nothing, tensors.grad_read, at_x, within)
+    o_stack, m_stack, o_vector, m_vector, plane, o_query = offsets
+    p_source, filled = (tensors.slots, tensors.mask), (num_occupied, num_occupied)
+    p_grads = (tensors.grad_slots, tensors.grad_mask)
+    b_query = load_or_default(b_zero_vectors, tensors.query, o_query, m_vector)
+    b_stages, b_actions = start_pipeline(p_xs, p_logits, offsets, settings)
+    b_grad_read = load_or_default(b_zero_vectors, tensors.grad_read, o_vector, m_vector)
     sizes = (num_occupied, num_occupied, num_new, num_slots)
-    value, highest, total = _load_softmax(stages, actions, tensors, w, sizes, offsets, settings)
-    softmax = (grad_read, tl.sum(grad_read * value, 1), highest, total)
-    stages = fill_pipeline(stages, actions, source, filled, num_slots, offsets, settings)
+    b_read, b_highest, b_total = _load_softmax(b_stages, b_actions, tensors, b_query, sizes, offsets, settings)
+    b_softmax = (b_grad_read, tl.sum(b_grad_read * b_read, 1), b_highest, b_total)
+    b_stages = fill_pipeline(b_stages, b_actions, p_source, filled, num_slots, offsets, settings)
 
-    to_w, sums = nothing, (nothing, nothing, nothing, none, none, none)
-    above, above_mask, above_queue = (nothing, nothing), (none, none), (none, none, none)
-    slot, slot_mask = load_slot(source, len(xs), filled, offsets, settings)
-    grad, grad_m = load_gradients(grads, 0, num_new, offsets, settings)
-    for j in tl.range(num_old + 1, loop_unroll_factor=2):
-        t = j + len(xs)
-        later = load_slot(source, t + 1, filled, offsets, settings)  # during the work on this slot
-        later_grad = load_gradients(grads, j + 1, num_new, offsets, settings)
-        window = stages[LAST]
-        stages, new, m = advance_pipeline(stages, actions, (slot, slot_mask), t, num_slots, len(xs), settings)
-        if settings.read == "global":
-            grad, grad_m, to_w = read_slot_backward((grad, grad_m, to_w), new, m, w, softmax, j < num_new, settings)
-        else:
-            grad += tl.where(j == 0, grad_read, 0)
-        sums, complete, complete_mask, above_queue = update_backward(
-            (grad, grad_m), (above, above_mask, above_queue), window, stages[LAST], actions[LAST], sums, settings
+    b_to_query = b_zero_vectors
+    b_sums = (b_zero_vectors, b_zero_vectors, b_zero_vectors, b_zero_rows, b_zero_rows, b_zero_rows)
+    b_above, b_above_mask = (b_zero_vectors, b_zero_vectors), (b_zero_rows, b_zero_rows)
+    b_above_queue = (b_zero_rows, b_zero_rows, b_zero_rows)
+    b_slot, b_slot_mask = load_slot(p_source, len(p_xs), filled, offsets, settings)
+    b_grad, b_grad_mask = load_gradients(p_grads, 0, num_new, offsets, settings)
+    for i_slot in tl.range(num_old + 1, loop_unroll_factor=2):
+        i_source = i_slot + len(p_xs)
+        b_later = load_slot(p_source, i_source + 1, filled, offsets, settings)  # during the work on this slot
+        b_later_grad = load_gradients(p_grads, i_slot + 1, num_new, offsets, settings)
+        b_window = b_stages[LAST]
+        b_stages, b_new, b_new_mask = advance_pipeline(
+            b_stages, b_actions, (b_slot, b_slot_mask), i_source, num_slots, len(p_xs), settings
         )
-        if j == 0:
-            tl.store(tensors.to_x + at_x, complete, within)
+        if settings.read == "global":
+            b_grad, b_grad_mask, b_to_query = read_slot_backward(
+                (b_grad, b_grad_mask, b_to_query), b_new, b_new_mask, b_query, b_softmax, i_slot < num_new, settings
+            )
         else:
-            tl.store(tensors.to_slots + (j - 1) * plane * settings.head_dim + at_x, complete, within)
-            tl.store(tensors.to_mask + (j - 1) * plane + at, complete_mask, here)
-        above, above_mask = (grad, above[0]), (grad_m, above_mask[0])
-        slot, slot_mask = later
-        grad, grad_m = later_grad
-    _store_logits_gradient(sums, actions[LAST], logits[LAST], tensors, offsets, settings)
+            b_grad += tl.where(i_slot == 0, b_grad_read, 0)
+        b_sums, b_complete, b_complete_mask, b_above_queue = update_backward(
+            (b_grad, b_grad_mask),
+            (b_above, b_above_mask, b_above_queue),
+            b_window,
+            b_stages[LAST],
+            b_actions[LAST],
+            b_sums,
+            settings,
+        )
+        if i_slot == 0:
+            tl.store(tensors.to_x + o_vector, b_complete, m_vector)
+        else:
+            tl.store(tensors.to_slots + (i_slot - 1) * plane * settings.head_dim + o_vector, b_complete, m_vector)
+            tl.store(tensors.to_mask + (i_slot - 1) * plane + o_stack, b_complete_mask, m_stack)
+        b_above, b_above_mask = (b_grad, b_above[0]), (b_grad_mask, b_above_mask[0])
+        b_slot, b_slot_mask = b_later
+        b_grad, b_grad_mask = b_later_grad
+    _store_logits_gradient(b_sums, b_actions[LAST], p_logits[LAST], tensors, offsets, settings)
     if settings.read == "global":
-        _store_query_gradient(to_w, tensors, settings)
+        _store_query_gradient(b_to_query, tensors, settings)
 
 
 @triton.jit
-def _store_query_gradient(to_w, tensors, settings: tl.constexpr):
+def _store_query_gradient(b_to_query, tensors, settings: tl.constexpr):
     """Store the sum over the tokens of this program."""
-    to_w = tl.sum(tl.reshape(to_w, [settings.tokens, settings.group, settings.padded_dim]), 0)
-    head = tl.program_id(1) * settings.group + tl.arange(0, settings.group)[:, None]
-    d = tl.arange(0, settings.padded_dim)[None, :]
-    at_w = (tl.program_id(0) * settings.heads + head) * settings.head_dim + d
-    tl.store(tensors.to_query + at_w, to_w, (head < settings.heads) & (d < settings.head_dim))
+    b_to_query = tl.sum(tl.reshape(b_to_query, [settings.tokens, settings.group, settings.padded_dim]), 0)
+    o_head = tl.program_id(1) * settings.group + tl.arange(0, settings.group)[:, None]
+    o_dim = tl.arange(0, settings.padded_dim)[None, :]
+    o_query = (tl.program_id(0) * settings.heads + o_head) * settings.head_dim + o_dim
+    tl.store(tensors.to_query + o_query, b_to_query, (o_head < settings.heads) & (o_dim < settings.head_dim))
 
 
 @triton.jit
-def _load_softmax(stages, actions, tensors, w, sizes, offsets, settings: tl.constexpr):
+def _load_softmax(b_stages, b_actions, tensors, b_query, sizes, offsets, settings: tl.constexpr):
     """Return R, the highest score and the sum of exp(score - highest); if stored, R, log_total and 1 instead."""
-    at, here, at_x, within, _, _ = offsets
-    value, highest = tl.zeros_like(w), tl.full([w.shape[0]], 0, settings.dtype)
-    total = tl.full([w.shape[0]], 1, settings.dtype)
+    o_stack, m_stack, o_vector, m_vector, _, _ = offsets
+    b_read, b_highest = tl.zeros_like(b_query), tl.full([b_query.shape[0]], 0, settings.dtype)
+    b_total = tl.full([b_query.shape[0]], 1, settings.dtype)
     if tensors.log_total is not None:
-        value = load_or_default(value, tensors.read, at_x, within) + load_or_default(value, tensors.rest, at_x, within)
-        highest = load_or_default(highest, tensors.log_total, at, here)
+        b_read = load_or_default(b_read, tensors.read, o_vector, m_vector) + load_or_default(
+            b_read, tensors.rest, o_vector, m_vector
+        )
+        b_highest = load_or_default(b_highest, tensors.log_total, o_stack, m_stack)
     elif settings.read == "global":
-        slots = (tensors.slots, tensors.mask, None, None)
-        value, highest, total, _ = read_slots(stages, actions, slots, w, sizes, offsets, settings)
-    return value, highest, total
+        p_slots = (tensors.slots, tensors.mask, None, None)
+        b_read, b_highest, b_total, _ = read_slots(b_stages, b_actions, p_slots, b_query, sizes, offsets, settings)
+    return b_read, b_highest, b_total
 
 
 @triton.jit
-def _store_logits_gradient(sums, action, logits, tensors, offsets, settings: tl.constexpr):
-    """Propagate gradients through the softmax of the actions. `sums`: see `update_backward`."""
-    at, here = offsets[:2]
-    none = tl.zeros_like(sums[3])
-    to_push = tl.sum(sums[0], 1) + sums[3] + load_or_default(none, tensors.grad_action, at * 3, here)
-    to_pop = tl.sum(sums[1], 1) + sums[4] + load_or_default(none, tensors.grad_action, at * 3 + 1, here)
-    to_no_op = tl.sum(sums[2], 1) + sums[5] + load_or_default(none, tensors.grad_action, at * 3 + 2, here)
-    to_entropy = load_or_default(none, tensors.grad_entropy, at, here)
-    push, pop, no_op = logits_backward(
-        (to_push, to_pop, to_no_op), to_entropy, action, load_logits(logits, offsets, settings), settings
+def _store_logits_gradient(b_sums, b_action, p_logits, tensors, offsets, settings: tl.constexpr):
+    """Propagate gradients through the softmax of the actions. `b_sums`: see `update_backward`."""
+    o_stack, m_stack = offsets[:2]
+    b_zero_rows = tl.zeros_like(b_sums[3])
+    b_to_push = (
+        tl.sum(b_sums[0], 1) + b_sums[3] + load_or_default(b_zero_rows, tensors.grad_action, o_stack * 3, m_stack)
     )
-    to_logits = tensors.to_logits + at * settings.num_actions
-    tl.store(to_logits, push, here)
+    b_to_pop = (
+        tl.sum(b_sums[1], 1) + b_sums[4] + load_or_default(b_zero_rows, tensors.grad_action, o_stack * 3 + 1, m_stack)
+    )
+    b_to_no_op = (
+        tl.sum(b_sums[2], 1) + b_sums[5] + load_or_default(b_zero_rows, tensors.grad_action, o_stack * 3 + 2, m_stack)
+    )
+    b_to_entropy = load_or_default(b_zero_rows, tensors.grad_entropy, o_stack, m_stack)
+    b_push, b_pop, b_no_op = logits_backward(
+        (b_to_push, b_to_pop, b_to_no_op), b_to_entropy, b_action, load_logits(p_logits, offsets, settings), settings
+    )
+    p_to_logits = tensors.to_logits + o_stack * settings.num_actions
+    tl.store(p_to_logits, b_push, m_stack)
     if settings.num_actions == 3:
-        tl.store(to_logits + 1, pop, here)
-    tl.store(to_logits + settings.num_actions - 1, no_op, here)
+        tl.store(p_to_logits + 1, b_pop, m_stack)
+    tl.store(p_to_logits + settings.num_actions - 1, b_no_op, m_stack)

@@ -2,6 +2,8 @@
 
 St is a tile [H, S, D], M one [H, S, 1], with every size padded to a power of two; beyond the `kept` slots both are 0.
 A state is (St, M); an index is (j, N, S - N), with j [1, S, 1] the numbers of the slots and N the kept ones.
+
+All values are blocks, except N, S - N and `settings`, so names have no prefixes.
 """
 
 import triton
