@@ -14,7 +14,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from stackexp import stack
-from stackexp.stack.triton import depth_step, depth_step_kernels
+from stackexp.stack.triton import depth_step
 
 
 def use_compiler_only() -> None:
@@ -26,7 +26,8 @@ def use_compiler_only() -> None:
     )
     driver.set_active(h100)
     JITFunction.__getitem__ = lambda self, grid: functools.partial(self.run, grid=grid, warmup=True)
-    depth_step._load_kernel = lambda name, device: getattr(depth_step_kernels, name)
+    load_kernel = depth_step._load_kernel
+    depth_step._load_kernel = lambda name, device: load_kernel(name, torch.device("cuda"))
 
 
 def compile_depth_steps(sizes: str) -> None:

@@ -21,6 +21,7 @@ Triton accepts NamedTuples of tensors and, as one `tl.constexpr`, a NamedTuple o
 `settings`: Triton's launcher has a parameter named `options`, so a kernel cannot have one.
 """
 
+import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -164,7 +165,7 @@ def compiler_options(head_dim: int) -> dict[str, int]:
     return {
         "num_warps": max(1, padded // (32 * _elements_per_thread(padded))),  # several warps need barriers
         "num_stages": 1,  # the kernels load ahead by themselves
-        "enable_fp_fusion": False,  # see `depth_step_math`
+        "enable_fp_fusion": False,  # see `depth_step_pipeline`
     }
 
 
@@ -188,9 +189,7 @@ def round_up_to_power_of_2(size: int) -> int:
 def _load_kernel(name: str, device: torch.device) -> Any:
     from triton.runtime import JITFunction
 
-    from stackexp.stack.triton import depth_step_kernels
-
-    kernel = getattr(depth_step_kernels, name)
+    kernel = getattr(importlib.import_module(f"stackexp.stack.triton.depth_step_{name}"), name)
     if device.type != "cuda" and isinstance(kernel, JITFunction):
         raise ValueError(
             f"stack implementation triton: the kernels do not run on {device.type}; use CUDA, another implementation, "
