@@ -146,8 +146,6 @@ def write_record(path: Path | None, rows: Any, **details: Any) -> dict[str, Any]
 TRANSFORMER = "transformer"
 ALSO_BY_REFERENCE = ("stacktrans", "full_dim")
 """Memories that are also measured with the reference implementation, to show the gain."""
-GRAPHS_PER_MODEL = 8
-"""torch.compile makes about 4 for each model. All models share the code of Transformer.forward and so its limit."""
 
 
 class Case(NamedTuple):
@@ -168,10 +166,12 @@ class BenchmarkedModel:
         before = torch.cuda.memory_allocated()
         with device:
             self.model = registry.build("model", self.config.model)
-        if self.config.trainer.compile and case.implementation == "auto":
-            self.model.compile(dynamic=False)
+        is_compiled = self.config.trainer.compile
+        is_compiled = device.type == "cuda" if is_compiled == "auto" else is_compiled
+        if is_compiled:
+            self.model.compile_body(dynamic=False)
         self.optimizer = registry.build("optimizer", self.config.optimizer, self.model)
-        self.criterion = NextTokenLoss.from_config(self.config.trainer)
+        self.criterion = NextTokenLoss.from_config(self.config.trainer, is_compiled)
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled="bf16" in self.config.trainer.precision)
         shape = (self.config.data.micro_batch_size, self.config.data.context_length)
         self.tokens = torch.randint(self.config.model.vocab_size, shape, device=device)
@@ -227,23 +227,14 @@ def measure_efficiency(
     cases = [Case(TRANSFORMER)]
     for memory in memories:
         cases += [Case(memory), *[Case(memory, "reference")] * (memory in ALSO_BY_REFERENCE)]
-    with _limit_graphs(len(cases) + 1, compose(configs, overrides).trainer.compile):
-        base = BenchmarkedModel(cases[0], configs, overrides, device)
-        dtype = torch.bfloat16 if "bf16" in base.config.trainer.precision else torch.float32
-        peak = measure_peak_flops(device, dtype)
-        for case in cases:
-            row = _measure_case(case, base, configs, overrides, rounds, peak)
-            gc.collect()
-            torch.cuda.empty_cache()
-            yield row
-
-
-def _limit_graphs(num_models: int, is_compiled: bool) -> contextlib.AbstractContextManager[Any]:
-    """Allow GRAPHS_PER_MODEL graphs of Transformer.forward; beyond them raise, instead of running eagerly."""
-    if not is_compiled:
-        return contextlib.nullcontext()
-    limit = GRAPHS_PER_MODEL * num_models
-    return torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True)
+    base = BenchmarkedModel(cases[0], configs, overrides, device)
+    dtype = torch.bfloat16 if "bf16" in base.config.trainer.precision else torch.float32
+    peak = measure_peak_flops(device, dtype)
+    for case in cases:
+        row = _measure_case(case, base, configs, overrides, rounds, peak)
+        gc.collect()
+        torch.cuda.empty_cache()
+        yield row
 
 
 def _measure_case(

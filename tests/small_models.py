@@ -4,11 +4,37 @@ from typing import Any
 
 import torch
 
-from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.memory import (
+    AttentionResidualConfig,
+    DenseFormerConfig,
+    HyperConnectionsConfig,
+    ManifoldHyperConnectionsConfig,
+    ResidualScaleConfig,
+    ResidualStackConfig,
+    StackMemoryConfig,
+    ValueSkipConfig,
+)
 from stackexp.config.model import TransformerConfig
 from stackexp.models.transformer import Transformer
 
 VOCAB, B, T = 13, 2, 9
+VARIANTS = {
+    "transformer": None,
+    "stacktrans": {},
+    "queue": {"discipline": "queue", "site": "after_attention", "num_heads": 1, "read": "top"},
+    "push_only": {"discipline": "push_only", "read_mask": "log"},
+    "full_dim": {"projection": "none", "head_dim": 8, "action_noise": 0.5, "action_sharpness": 2.0},
+    "authors_code": {"site": "after_attention", "projection": "shared_slices", "residual_gate": "read"}
+    | {"action_input": "hidden", "action_scale": "slice", "read_mask": "additive"},
+    "attention_residual": AttentionResidualConfig(),
+    "dense_former": DenseFormerConfig(),
+    "hyper_connections": HyperConnectionsConfig(),
+    "mhc": ManifoldHyperConnectionsConfig(),
+    "residual_scale": ResidualScaleConfig(),
+    "residual_stack": ResidualStackConfig(),
+    "value_skip": ValueSkipConfig(rank=3),
+}
+"""The Transformer and every memory over the depth: a config, or the options of a stack; see `make_model`."""
 
 
 def make_model(memory: Any = None, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any) -> Transformer:

@@ -13,12 +13,14 @@ from attention_models import END, STACK, TOKENS, make_model
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stackexp.config.compose import compose
 from stackexp.data.documents import compute_document_ids, find_document_bounds
 from stackexp.datamodules.token_stream import collate
 from stackexp.models import attention
 from stackexp.models.generation import generate
 from stackexp.models.layers import SAVED_OPERATOR_PREFIXES
 from stackexp.models.transformer import Cache
+from stackexp.training.loop import describe_kernels
 
 BACKENDS = ["flex", "varlen", "varlen of torch 2.11", "flash_attn"]
 
@@ -231,3 +233,44 @@ def test_backends_compile_to_one_graph():
         if backend != "flex":
             options["document_bounds"] = find_document_bounds(documents)
         torch.testing.assert_close(compiled(TOKENS, **options).logits, model(TOKENS, **options).logits)
+
+
+@pytest.mark.parametrize(
+    ("cudnn_takes", "expected"),
+    [
+        ({5, 15}, ("CUDNN_ATTENTION", False)),
+        ({15}, ("CUDNN_ATTENTION", True)),
+        (set(), ("FLASH_ATTENTION", False)),
+    ],
+)
+def test_cuda_prefers_cudnn_and_repeats_keys_only_for_it(monkeypatch, cudnn_takes, expected):
+    """`cudnn_takes`: the numbers of key heads with which cuDNN runs."""
+    kernels = attention.SDPBackend
+
+    def choose(q, k, v, *, is_causal, enable_gqa):
+        assert enable_gqa == (k.shape[1] != q.shape[1])
+        return (kernels.CUDNN_ATTENTION if k.shape[1] in cudnn_takes else kernels.FLASH_ATTENTION).value
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    attention.choose_cuda_kernel.cache_clear()
+    assert attention.choose_cuda_kernel(torch.bfloat16, 15, 5, 64, "cpu") == expected
+    config = compose(["pretrain/stacktrans-360m"])
+    described = describe_kernels(config, is_compiled=True, device="cpu")
+    assert described.startswith(f"attention sdpa with {expected[0]} (without a mask)")
+    assert ("repeated" in described) == expected[1]
+    attention.choose_cuda_kernel.cache_clear()
+
+
+def test_repeated_keys_give_the_same_attention():
+    q, k, v = (torch.randn(2, heads, 7, 8) for heads in (6, 2, 2))
+    grouped = attention.sdpa(q, k, v, None, causal=True)
+    torch.testing.assert_close(attention.sdpa(q, *(attention._repeat_heads(x, 6) for x in (k, v)), None, True), grouped)
+
+
+def test_the_choice_of_kernels_is_part_of_a_graph(monkeypatch):
+    """The path for CUDA, run on a CPU: the priority is a context inside the graph, without a break."""
+    monkeypatch.setattr(attention, "choose_cuda_kernel", lambda *_: ("FLASH_ATTENTION", False))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    q, k, v = (torch.randn(2, heads, 7, 8) for heads in (6, 2, 2))
+    compiled = torch.compile(attention.sdpa, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q, k, v, None, True), attention.sdpa(q, k, v, None, causal=True))

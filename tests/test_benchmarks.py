@@ -1,5 +1,6 @@
 """`bench efficiency` and the scripts in benchmarks/ run on small sizes; speed is not tested."""
 
+import functools
 import json
 import re
 import runpy
@@ -9,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from stackexp import benchmarking, cli, stack
 from stackexp.config.compose import compose
-from stackexp.models import cross_entropy
 from stackexp.stack import dispatch
 from stackexp.tables import ABSENT
 
@@ -177,22 +176,15 @@ def test_efficiency_continues_after_a_model_that_does_not_fit(tmp_path, capsys, 
 
 
 @pytest.mark.process
-def test_efficiency_compiles_every_model(monkeypatch):
-    """At torch's default limit, models after the second one ran eagerly."""
-    counter, compile_module = CompileCounterWithBackend("eager"), torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kwargs: compile_module(self, backend=counter))
-    monkeypatch.setattr(cross_entropy, "_compile", lambda function: function)
+def test_efficiency_compiles_the_sublayers_once_for_all_models(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(benchmarking, "measure_peak_flops", lambda device, dtype: 1e12)
     torch.compiler.reset()
-    limits, counts = torch._dynamo.config.recompile_limit, {}
-    options = [*SMALL, "model.num_layers=1", "trainer.compile=true"]
-    for row in benchmarking.measure_efficiency(
-        ["single_head", "queue"], ["quickstart"], options, 1, torch.device("cpu")
-    ):
-        counts[row["model"]] = counter.frame_count
-    assert 0 < counts["transformer"] < counts["single_head"] < counts["queue"]
-    assert counts["queue"] > limits, "the default limit would have been reached"
-    assert torch._dynamo.config.recompile_limit == limits
+    torch._dynamo.utils.counters.clear()
+    options, graphs = [*SMALL, "model.num_layers=2", "trainer.compile=true"], []
+    for _ in benchmarking.measure_efficiency(["single_head", "queue"], ["quickstart"], options, 1, torch.device("cpu")):
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[-1]
 
 
 def test_a_case_runs_with_its_own_implementation(monkeypatch):

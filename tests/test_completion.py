@@ -13,7 +13,7 @@ CASES = {
     "stackexp sweep run quick": "quick_grid",
     "stackexp fit --config quickstart model.memory=pu": "push_only",
     "stackexp fit --config quickstart model.memory.axis=ti": "time",
-    "stackexp fit --config quickstart trainer.compile=": "true false",
+    "stackexp fit --config quickstart trainer.compile=": "auto true false",
     "stackexp configs explain model.memory.num_sl": "model.memory.num_slots",
     "stackexp plan --device h1": "h100-pcie h100",
     "python -m stackexp fit --config quick": "quickstart",

@@ -29,7 +29,10 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
         ("seed=[1,", "override seed=[1,: not valid YAML: "),
         ("seed=abc", "override seed=abc: seed: expected an integer from 0 to 4294967295, found 'abc'"),
         ("trainer.max_steps=1e4", "trainer.max_steps: expected an integer >= 1, found 10000.0; write 10000"),
-        ("trainer.compile=2", "override trainer.compile=2: trainer.compile: expected true or false, found 2"),
+        (
+            "trainer.compile=2",
+            "override trainer.compile=2: trainer.compile: expected one of auto, true, false, found 2",
+        ),
         ("optimizer.lr=[1]", "optimizer.lr: expected a number > 0, found [1]"),
         ("optimizer.lr=0", "override optimizer.lr=0: optimizer.lr: expected a number > 0, found 0.0"),
         ("optimizer.lr=.nan", "optimizer.lr: expected a number > 0, found nan"),

@@ -215,6 +215,9 @@ class ExperimentConfig:
             yield "optimizer.kind", f"muon does not support trainer.strategy: {self.trainer.strategy}; use adamw"
         if self.evaluation.tasks and self.data.objective != "language_modeling":
             yield "evaluation.tasks", f"requires training on text, found data.kind: {self.data.kind}; set it to []"
+        if getattr(self.model, "residual_dtype", "float32") == "bfloat16" and self.trainer.precision != "bf16-mixed":
+            found = f"found trainer.precision {self.trainer.precision}"
+            yield "model.residual_dtype", f"bfloat16 requires trainer.precision: bf16-mixed, {found}; use float32"
         yield from self._find_attention_errors(is_training)
         if self.model.vocab_size < self.data.vocab_size:
             yield "model.vocab_size", f"{self.model.vocab_size} is smaller than data.vocab_size {self.data.vocab_size}"

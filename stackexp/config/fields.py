@@ -55,7 +55,7 @@ def option(
 
 
 LARGEST_INTEGER, LARGEST_FLOAT = 2**63 - 1, 1e30
-"""No option needs larger numbers; int64 and float32 hold these."""
+"""The largest numbers of any option: int64 can hold the integer, float32 the other."""
 
 Origins = dict[str, str]
 """Full key -> where its value was written (see `yaml_files.Leaf`). Keys left at their default are missing."""
@@ -73,7 +73,7 @@ def wrong_value_error(origin: str, key: str, hint: Any, metadata: Mapping[str, A
     else:
         found = "a mapping" if isinstance(value, dict) else repr(value)
     types = [hint, *typing.get_args(hint)] if typing.get_origin(hint) is Union else [hint]
-    choices = [str(choice) for t in types if typing.get_origin(t) is Literal for choice in typing.get_args(t)]
+    choices = [_spell(choice) for t in types if typing.get_origin(t) is Literal for choice in typing.get_args(t)]
     choices += metadata.get("choices", [])
     suggestion = suggest_name(value, choices) if isinstance(value, str) else ""
     if int in types and isinstance(value, float) and value.is_integer():
@@ -87,7 +87,7 @@ def describe_type(hint: Any, metadata: Mapping[str, Any]) -> str:
         options = [t for t in typing.get_args(hint) if t is not type(None)]
         return " or ".join([*(describe_type(t, metadata) for t in options), "null"])
     if typing.get_origin(hint) is Literal:
-        return f"one of {', '.join(map(str, typing.get_args(hint)))}"
+        return f"one of {', '.join(map(_spell, typing.get_args(hint)))}"
     if dataclasses.is_dataclass(hint):
         return f"the keys {', '.join(field.name for field in dataclasses.fields(hint))}"
     if "choices" in metadata:
@@ -100,6 +100,10 @@ def describe_type(hint: Any, metadata: Mapping[str, Any]) -> str:
     signs = {"min": ">=", "above": ">", "max": "<=", "below": "<"}
     limits = " and ".join(f"{sign} {metadata[name]}" for name, sign in signs.items() if name in metadata)
     return f"{word} {limits}" if limits else word
+
+
+def _spell(choice: str | bool) -> str:
+    return choice if isinstance(choice, str) else str(choice).lower()  # as in YAML
 
 
 def find_dataclass(hint: Any) -> Any:

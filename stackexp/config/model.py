@@ -69,6 +69,10 @@ class TransformerConfig:
     """Attention kernel; results differ by rounding. All but sdpa train on CUDA only, varlen and flash_attn in
     bfloat16.
     """
+    residual_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the hidden states between the sublayers with trainer.precision: bf16-mixed; the weights stay
+    float32.
+    """
 
     init: Literal["fan_in", "normal"] = "fan_in"
     """Distribution of random initial weights: fan_in (OLMo) is a truncated normal with sigma 1/sqrt(hidden_size),

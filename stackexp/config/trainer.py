@@ -62,8 +62,9 @@ class TrainerConfig:
     skip_spikes: bool = option(False, affects="continuation")
     """Skip the update of a step with a loss spike."""
 
-    compile: bool = option(False, affects="execution")
-    """Compile the model with torch.compile."""
+    compile: Literal["auto", True, False] = option("auto", affects="execution")
+    """Compile attention, feed-forward network and loss with torch.compile, once for all layers; auto: on CUDA, for
+    language modeling with a memory whose axis is not token_major."""
     activation_checkpointing: bool = option(False, affects="execution")
     """Recompute the activations of each block in the backward pass to save memory."""
     recompute: Literal["all", "selective"] = option("all", affects="execution")

@@ -43,12 +43,12 @@ class NextTokenLoss:
     kind: str = "chunked"  # or whole: see `TrainerConfig.cross_entropy`
     chunk: int = 4096  # tokens
     z_loss: float = 0.0  # weight of the mean squared log partition function
-    compiled: bool = False  # compile the computation of a chunk
+    compiled: bool = False  # compile the computation of a chunk, or of the whole loss
 
     @classmethod
-    def from_config(cls, trainer: TrainerConfig) -> "NextTokenLoss":
+    def from_config(cls, trainer: TrainerConfig, compiled: bool = False) -> "NextTokenLoss":
         """Return the configured loss."""
-        return cls(trainer.cross_entropy, trainer.cross_entropy_chunk, trainer.z_loss, trainer.compile)
+        return cls(trainer.cross_entropy, trainer.cross_entropy_chunk, trainer.z_loss, compiled)
 
     @property
     def needs_hidden(self) -> bool:
@@ -58,7 +58,8 @@ class NextTokenLoss:
     def __call__(self, model: nn.Module, output: Any, tokens: Tensor) -> Losses:
         """Return the losses of tokens [B, T] from the model's `DecoderOutput`: T - 1 predictions per sequence."""
         if self.kind == "whole":
-            return compute_losses(output.logits[:, :-1], tokens[:, 1:], self.z_loss)
+            run = _compile(compute_losses) if self.compiled else compute_losses
+            return run(output.logits[:, :-1], tokens[:, 1:], self.z_loss)
         options = {"z_loss": self.z_loss, "chunk": self.chunk, "compiled": self.compiled}
         return linear_cross_entropy(output.hidden, model.output_head, tokens, **options)
 

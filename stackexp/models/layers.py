@@ -20,8 +20,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from stackexp.config.model import TransformerConfig
 from stackexp.config.trainer import TrainerConfig
 
-GRAPHS_PER_LAYER = 4  # torch.compile: training, evaluation, and both with probes
-
 
 class Linear(nn.Linear):
     """A linear map, by default without bias, that draws no random numbers when constructed."""
@@ -49,6 +47,18 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+def apply_linears(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    """Return the output of several linear maps of x [..., d]; in compiled code, from one product.
+
+    One product reads x once. In eager code, its backward pass would copy all gradients into one tensor first.
+    """
+    rows, outputs = x.shape[:-1].numel(), [linear.out_features for linear in linears]
+    if not torch.compiler.is_compiling() or rows < sum(outputs):  # else copying the weights takes longer
+        return tuple(linear(x) for linear in linears)
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+    return F.linear(x, torch.cat([linear.weight for linear in linears]), bias).split(outputs, -1)
+
+
 class FeedForward(nn.Module):
     """A SwiGLU feed-forward network."""
 
@@ -60,7 +70,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., d] to [..., d]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = apply_linears(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
 
 
 def widen(x: Tensor) -> Tensor:
@@ -198,17 +209,11 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, trainer: TrainerConfig) -> N
     """Shard a decoder in place: one unit per block; embedding, last norm and head in the root unit.
 
     With bf16-mixed, blocks are gathered in bfloat16 and gradients are reduced in float32. The root unit stays in
-    float32, so that the residual stream equals that of autocast on one device. With `trainer.compile`, each block is
-    compiled.
+    float32, so that the residual stream equals that of autocast on one device.
     """
     policy = MixedPrecisionPolicy()
     if trainer.precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    if trainer.compile:  # the stack of each layer has another size, so each needs graphs of its own
-        limit = GRAPHS_PER_LAYER * len(model.layers)
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     for layer in model.layers:
-        if trainer.compile:
-            layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=trainer.reshard_after_forward)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)

@@ -1,6 +1,8 @@
 """A decoder of the Llama family with one optional memory per layer. `memory: null` is the plain Transformer."""
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,9 +36,46 @@ from stackexp.models.layers import (
 )
 from stackexp.models.memories.base import EACH_SUBLAYER, Memory, State, Stats, apply_memory, check_interface
 
+MAX_GRAPHS = 64  # of each compiled part: training and evaluation, with each shape and kind of mask
+
+
+def attend(
+    block: "Block", h: Tensor, positions: Positions, kv_cache: LayerCache, mask: Any
+) -> tuple[Tensor, KeysValues]:
+    """Return h + attention [B, T, d], and all keys and values."""
+    attended, keys_values = block.attention(block.attention_norm(h), positions, kv_cache, mask)
+    return h + attended, keys_values
+
+
+def feed_forward(block: "Block", h: Tensor) -> Tensor:
+    """Return h + the output of the feed-forward network, [B, T, d]."""
+    return h + block.feed_forward(block.feed_forward_norm(h))
+
+
+def run_body(
+    block: "Block", h: Tensor, positions: Positions, kv_cache: LayerCache, mask: Any
+) -> tuple[Tensor, KeysValues]:
+    """Run both sublayers of a block without a memory between them."""
+    h, keys_values = attend(block, h, positions, kv_cache, mask)
+    return feed_forward(block, h), keys_values
+
+
+@functools.cache
+def _compile_part(part: Callable, selective: bool, options: tuple[tuple[str, Any], ...]) -> Callable:
+    """Compile one of the functions above, for all blocks: a block's weights are inputs of the graph."""
+
+    def run_selectively(*args: Any) -> Any:
+        return run_recomputed(part, *args, selective=True)
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
+    return torch.compile(run_selectively if selective else part, fullgraph=True, **dict(options))
+
 
 class Block(nn.Module):
-    """One layer: attention and a feed-forward network with pre-norm residuals, and at most two memories."""
+    """One layer: attention and a feed-forward network with pre-norm residuals, and at most two memories.
+
+    With `compile_options`, the sublayers are compiled, and a memory runs between the compiled parts.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -46,6 +85,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
         self.memory: Memory | None = None
         self.attention_memory: Memory | None = None  # only with site each_sublayer
+        self.compile_options: tuple[tuple[str, Any], ...] | None = None  # None: not compiled
 
     @property
     def memories(self) -> list[Memory]:
@@ -78,14 +118,32 @@ class Block(nn.Module):
             The new h, the new state, all keys and values, and the statistics of each memory.
         """
         args = (h, state, positions, kv_cache, mask, probe)
-        if not (recompute and torch.is_grad_enabled()):
-            return self._forward(*args)
+        recompute = torch.is_grad_enabled() and recompute
+        by_part = recompute == "selective" and self.compile_options is not None  # a compiled part hides its operators
+        if not recompute or by_part:
+            return self._forward(*args, by_part)
         preserve_rng = any(memory.uses_random_numbers for memory in self.memories)
-        return run_recomputed(self._forward, *args, selective=recompute == "selective", preserve_rng=preserve_rng)
+        return run_recomputed(
+            self._forward, *args, False, selective=recompute == "selective", preserve_rng=preserve_rng
+        )
 
     def _forward(
-        self, h: Tensor, state: State, positions: Positions, kv_cache: LayerCache, mask: Any, probe: bool
+        self,
+        h: Tensor,
+        state: State,
+        positions: Positions,
+        kv_cache: LayerCache,
+        mask: Any,
+        probe: bool,
+        recompute_parts: bool,
     ) -> tuple[Tensor, State, KeysValues, list[Stats]]:
+        """Run the block; `recompute_parts`: recompute each sublayer and memory selectively in the backward pass."""
+
+        def call(part: Callable, *args: Any) -> Any:
+            if self.compile_options is None:
+                return part(self, *args)
+            return _compile_part(part, recompute_parts, self.compile_options)(self, *args)
+
         memories = {memory.site: memory for memory in self.memories}
         stats: list[Stats] = []
         if memories and state is None:
@@ -94,16 +152,25 @@ class Block(nn.Module):
         def call_memory(site: str, h: Tensor, state: State, previous: Tensor) -> tuple[Tensor, State]:
             if site not in memories:
                 return h, state
-            h, state, measured = apply_memory(memories[site], h, state, previous, probe)
+            args = (memories[site], h, state, previous, probe)
+            if recompute_parts:
+                preserve_rng = memories[site].uses_random_numbers
+                h, state, measured = run_recomputed(apply_memory, *args, selective=True, preserve_rng=preserve_rng)
+            else:
+                h, state, measured = apply_memory(*args)
             stats.append(measured)
             return h, state
 
         previous = h
         h, state = call_memory("before_attention", h, state, previous)
-        attended, keys_values = self.attention(self.attention_norm(h), positions, kv_cache, mask)
-        h, state = call_memory("after_attention", h + attended, state, previous)
-        previous = previous if self.attention_memory is None else h
-        h, state = call_memory("after_block", h + self.feed_forward(self.feed_forward_norm(h)), state, previous)
+        if "after_attention" in memories:
+            h, keys_values = call(attend, h, positions, kv_cache, mask)
+            h, state = call_memory("after_attention", h, state, previous)
+            previous = previous if self.attention_memory is None else h
+            h = call(feed_forward, h)
+        else:
+            h, keys_values = call(run_body, h, positions, kv_cache, mask)
+        h, state = call_memory("after_block", h, state, previous)
         return h, state, keys_values, stats
 
 
@@ -151,6 +218,14 @@ class Transformer(nn.Module):
                     layer.attention_memory.site, layer.memory.site = EACH_SUBLAYER
                 for memory in layer.memories:
                     memory.init_weights()
+
+    def compile_body(self, **options: Any) -> None:
+        """Compile the sublayers of the blocks with `options` of torch.compile, once for all blocks.
+
+        Memories stay eager: the state of a stack has another size in each layer, and their kernels are fused already.
+        """
+        for layer in self.layers:
+            layer.compile_options = tuple(options.items())
 
     def _build_memory(self, layer: int) -> Memory:
         with torch.random.fork_rng([]):  # constructors draw nothing on a meta device, so undo their draws
@@ -206,6 +281,8 @@ class Transformer(nn.Module):
         h = self.embedding(tokens)  # [B, T, d]
         if self.config.embedding_scale != 1:
             h = self.config.embedding_scale * h
+        if self.config.residual_dtype == "bfloat16" and torch.is_autocast_enabled(h.device.type):
+            h = h.bfloat16()
         if self.axis == "token_major":  # all layers for one token, then the next token
             cache = Cache() if cache is None else cache
             columns, stats = zip(*(self._run_layers(column, cache, probe) for column in h.split(1, 1)), strict=True)

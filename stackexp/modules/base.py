@@ -44,10 +44,12 @@ class TrainingModule(pl.LightningModule):
         set_metrics_step: The optimizer step after which they were measured.
         chunk_losses: {set: [2, N]}, loss and number of predictions of each chunk, of the sets that were scored whole.
         probe: True if the training step also measures the memory.
+        is_compiled: True if model and loss use torch.compile.
         warm_start: The weights from which training starts, if it starts neither at random nor from a checkpoint.
     """
 
     sample_name = "samples"  # the noun for what `compute_objective` receives, in messages
+    has_fixed_lengths = False  # whether all batches have the same number of tokens
 
     def __init__(self, config: ExperimentConfig, weights: Path | None = None):
         """Build the model with new weights, or with those of a checkpoint.
@@ -59,12 +61,12 @@ class TrainingModule(pl.LightningModule):
         self.config, self.weights = config, weights
         self.warm_start: WarmStart | None = None
         self._is_configured = False
-        check_backend(getattr(config.model, "attention", "sdpa"), config.trainer.device_type(torch.cuda.is_available()))
+        device_type = config.trainer.device_type(torch.cuda.is_available())
+        check_backend(getattr(config.model, "attention", "sdpa"), device_type)
         with torch.device("meta") if config.trainer.is_sharded else contextlib.nullcontext():
             self.model = registry.build("model", config.model)
         self.model.checkpoint_blocks = config.trainer.recompute_mode
-        if config.trainer.compile and not config.trainer.is_sharded:
-            self.model.compile()
+        self.is_compiled = self._compile_model(device_type)
         if weights is not None and not config.trainer.is_sharded:
             load_weights(self.model, weights)
         self.step_metrics = StepMetrics()
@@ -77,6 +79,17 @@ class TrainingModule(pl.LightningModule):
         self._samples: list[Tensor] = []
         self._spikes = SpikeDetector()
         self._evaluated: list[tuple[Any, ItemSums, int]] = []  # (dataset, metric, batches of this rank)
+
+    def _compile_model(self, device_type: str) -> bool:
+        """Compile the model if `trainer.compile` asks for it; a model without `compile_body` is compiled whole."""
+        compile_body = getattr(self.model, "compile_body", None)
+        has_fixed_shapes = self.has_fixed_lengths and self.model.axis != "token_major"
+        is_compiled = self.config.trainer.compile
+        if is_compiled == "auto":
+            is_compiled = device_type == "cuda" and has_fixed_shapes and compile_body is not None
+        if is_compiled:
+            (compile_body or self.model.compile)(dynamic=False if has_fixed_shapes else None)
+        return is_compiled
 
     # To define in a subclass
 

@@ -22,9 +22,11 @@ class LanguageModeling(TrainingModule):
     A batch has tokens int64 [B, T] and index int64 [B]; see `datamodules.pretraining.PretrainingData`.
     """
 
+    has_fixed_lengths = True
+
     def __init__(self, config: ExperimentConfig, weights: Path | None = None):
         super().__init__(config, weights)
-        self.criterion = NextTokenLoss.from_config(config.trainer)
+        self.criterion = NextTokenLoss.from_config(config.trainer, self.is_compiled)
 
     def setup(self, stage: str) -> None:
         """Register the number of text bytes of each token id; zeros if the tokenizer is unknown."""

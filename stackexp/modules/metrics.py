@@ -1,5 +1,6 @@
 """Metrics of evaluation sets and of training steps, loss spikes, and measurements of the memories."""
 
+import contextlib
 import math
 import statistics
 from collections import deque
@@ -168,10 +169,14 @@ def probe_memories(model: nn.Module, tokens: Tensor) -> list[Stats]:
     Those of stacks over the depth include what `inspect` records of overflow and reads. Stacks over the tokens would
     have to be recorded token by token.
     """
-    if model.axis != "depth" or not isinstance(model.memories[0], Stack):
-        return model(tokens, probe=True, return_hidden=True).probes or []  # no logits: they would need gigabytes
-    with torch.compiler.set_stance("force_eager"), record_memories(model) as recordings:
-        probes = model(tokens, probe=True, return_hidden=True).probes
+    records = model.axis == "depth" and isinstance(model.memories[0], Stack)
+    with (
+        torch.compiler.set_stance("force_eager"),  # a batch of another shape is not worth compiling for
+        record_memories(model) if records else contextlib.nullcontext([]) as recordings,
+    ):
+        probes = model(tokens, probe=True, return_hidden=True).probes or []  # no logits: they would need gigabytes
+    if not records:
+        return probes
     names = ("overflow", "read_slot", "read_sharpness")
     recorded = [{name: recording.values[name].mean() for name in names} for recording in recordings]
     return [probe | more for probe, more in zip(probes, recorded, strict=True)]

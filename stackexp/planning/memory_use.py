@@ -325,7 +325,7 @@ def measure_pass(config: ExperimentConfig, is_training: bool, layers: int, batch
     """Return the bytes by kind of one pass over `batch` sequences of `length` tokens, from a cache if measured."""
     trainer = config.trainer
     config = replace(config, model=replace(config.model, num_layers=layers))
-    autocast, criterion = trainer.precision == "bf16-mixed", replace(NextTokenLoss.from_config(trainer), compiled=False)
+    autocast, criterion = trainer.precision == "bf16-mixed", NextTokenLoss.from_config(trainer)
     key = f"{config.model} {trainer.precision} {trainer.is_sharded} {trainer.recompute_mode} {criterion}"
     key = f"{key} {is_training} {trainer.accelerator} {batch} {length}"
     if key not in _pass_cache:

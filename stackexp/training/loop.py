@@ -6,12 +6,15 @@ import time
 from collections.abc import Collection, Iterator
 
 import lightning.pytorch as pl
+import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.errors import DamagedCheckpointError, RunError, StoppedError, first_line
 from stackexp.files import compute_sha256
+from stackexp.models.attention import choose_cuda_kernel
 from stackexp.models.warm_start import prepare_warm_start
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import MANIFEST, RunFolder, format_resume_command
@@ -137,4 +140,18 @@ def _format_header(objective: Objective, module: TrainingModule, start: Start) -
         f"model       {parameters:,} parameters, {memory:,} of them in the memory",
         f"training    {objective.describe_training()}",
     ]
+    if find_device_type(objective.config) == "cuda" and isinstance(objective.config.model, TransformerConfig):
+        lines.append(f"kernels     {describe_kernels(objective.config, module.is_compiled)}")
     return "\n".join(wrap_text(line, indent=12) for line in lines)
+
+
+def describe_kernels(config: ExperimentConfig, is_compiled: bool, device: str = "cuda") -> str:
+    """Return what a decoder runs on CUDA: the attention kernel, and whether the rest is compiled."""
+    model, attention = config.model, config.model.attention
+    if attention == "sdpa":
+        dtypes = {"32-true": torch.float32, "64-true": torch.float64}
+        dtype = dtypes.get(config.trainer.precision, torch.bfloat16)
+        head_size = model.hidden_size // model.num_heads
+        name, repeats = choose_cuda_kernel(dtype, model.num_heads, model.num_kv_heads, head_size, device)
+        attention += f" with {name} (without a mask)" + (", keys and values repeated" if repeats else "")
+    return f"attention {attention}; {'compiled' if is_compiled else 'not compiled'} (trainer.compile)"
