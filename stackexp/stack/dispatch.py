@@ -15,11 +15,13 @@ import functools
 import importlib
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -75,6 +77,25 @@ def choose_scan_module(x: Tensor) -> ModuleType:
         log_once(logging.WARNING, text)
     automatic = _kernels_for(x.device.type) if _is_executed_eagerly(x) else "eager"
     return _load_module(SCAN_MODULES[_select(automatic)])
+
+
+def choose_projection_module(h: Tensor, dtype: torch.dtype) -> ModuleType | None:
+    """Return the module that fuses the projections of h around a step, or None for plain PyTorch, and log the choice.
+
+    `dtype` is that of the products. PyTorch's float32 products are faster, so `auto` does not choose the kernels for
+    them. With the implementation `triton`, fake tensors show the memory that the kernels use on CUDA.
+    """
+    if _requested not in ("auto", "triton") or not HAS_TRITON or dtype == torch.float64:
+        return None
+    is_fake = _requested == "triton" and isinstance(h, FakeTensor)
+    can_run = h.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    if not is_fake and not (can_run and _is_executed_eagerly(h)):
+        return None
+    if dtype == torch.float32 and (is_fake or _requested == "auto"):
+        return None
+    if not is_fake:
+        log_once(logging.INFO, "stack projections: triton")
+    return _load_module("triton.projection")
 
 
 def _kernels_for(device_type: str) -> str:

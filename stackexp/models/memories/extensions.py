@@ -1,6 +1,8 @@
 """Options of the stack memory that are not in the paper: normalized pushes, action inputs and noise, feedback."""
 
 import math
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,11 +104,29 @@ class ExtendedStackMemory(StackMemory):
         else:
             x = self.project_down(h)
             logits = F.linear(h, self.actions.flatten(0, 1)).unflatten(-1, (heads, -1))
+        return x, self._adjust_logits(logits)
+
+    def choose_kernels(self, h: Tensor) -> ModuleType | None:
+        """Return the module of kernels that fuse both projections, or None if none fits."""
+        return super().choose_kernels(h) if self.config.action_input == "head" else None
+
+    def project_fused(self, h: Tensor, kernels: ModuleType) -> tuple[Tensor, Tensor, Any]:
+        """Return the push vectors, the scaled action logits, and the link to `kernels.project_up`."""
+        if self.config.push_norm == "none":
+            x, logits, link = super().project_fused(h, kernels)
+        else:
+            x, _, link = self.run_project_down(h, kernels, None)
+            x = self._normalize(x)
+            logits = self.compute_logits(x)
+        return x, self._adjust_logits(logits), link
+
+    def _adjust_logits(self, logits: Tensor) -> Tensor:
+        config = self.config
         if config.action_scale == "slice":
-            logits = logits / math.sqrt(self.model.hidden_size / heads)
+            logits = logits / math.sqrt(self.model.hidden_size / config.num_heads)
         if self.action_bias is not None:
             logits = logits + self.action_bias
-        return x, logits if config.action_sharpness == 1 else config.action_sharpness * logits
+        return logits if config.action_sharpness == 1 else config.action_sharpness * logits
 
     def update(
         self, state: stack.StackState, x: Tensor, logits: Tensor, h: Tensor

@@ -10,6 +10,9 @@ For each of H heads, with the down-projected hidden state x [D], D = d_s:
 `extensions.py` adds options that are not in the paper.
 """
 
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,9 +23,11 @@ from stackexp.config.model import TransformerConfig
 from stackexp.errors import RunError
 from stackexp.models.layers import init_weight_
 from stackexp.models.memories.base import Memory, Stats, average_actions
+from stackexp.stack.dispatch import choose_projection_module
 
 NUM_ACTIONS, PUSH = 3, 0  # push, pop, no-op
 CONSTANT = 0.01  # a head whose actions have a smaller standard deviation over the tokens is constant
+MAX_FUSED_SIZE = 128  # of all push vectors or action logits of a token, padded; more would spill registers
 NEVER = -1e4  # a logit whose probability is 0 in every precision
 
 
@@ -100,31 +105,64 @@ class StackMemory(Memory):
         self, h: Tensor, state: stack.StackState, previous: Tensor | None = None, probe: bool = False
     ) -> tuple[Tensor, stack.StackState, Stats]:
         """Update the stacks with h [B, T, d], then read them; see `Memory.forward`."""
-        x, logits = self.project(h)  # [B, T, H, D], [B, T, H, 3]
+        kernels = self.choose_kernels(h)
+        if kernels is None:
+            x, logits = self.project(h)  # [B, T, H, D], [B, T, H, 3]
+        else:
+            x, logits, link = self.project_fused(h, kernels)
         output, state = self.update(state, x, logits, h)
-        read = self.project_up(output.read.to(x.dtype))  # [B, T, d]
-        summand, factor = (read, h) if self.config.residual_gate == "hidden" else (h, read)
-        with torch.autocast(h.device.type, enabled=False):  # autocast would copy the read to float32
-            new_h = torch.addcmul(summand, factor, self.gate)
+        read = output.read.to(x.dtype)
+        new_h = self.add_read(h, read) if kernels is None else kernels.project_up(link, read)
         stats = {"entropy": output.entropy.mean()}
         if probe:
-            stats |= _compute_probes(output, self.scale_read(read), h)
+            with torch.no_grad():
+                added = self.scale_read(self.project_up(read))  # [B, T, d]
+            stats |= _compute_probes(output, added, h)
             if self.axis != "token_major":  # each call has one token, without a spread
                 stats |= _compute_spread(output.action)
-        return new_h.to(h.dtype), state, stats
+        return new_h, state, stats
+
+    def choose_kernels(self, h: Tensor) -> ModuleType | None:
+        """Return the module of kernels that fuse both projections with what is next to them, or None if none fits."""
+        config = self.config
+        is_small = config.num_heads * max(config.head_dim, NUM_ACTIONS) <= MAX_FUSED_SIZE
+        if not is_small or config.projection != "low_rank" or config.residual_gate != "hidden":
+            return None
+        return choose_projection_module(h, _get_matmul_dtype(h))
+
+    def project_fused(self, h: Tensor, kernels: ModuleType) -> tuple[Tensor, Tensor, Any]:
+        """Return x [B, T, H, D] and logits [B, T, H, 3] as `project`, and the link to `kernels.project_up`."""
+        x, logits, link = self.run_project_down(h, kernels, self.actions)
+        return x, self.compute_logits(x) if logits is None else logits, link
+
+    def run_project_down(self, h: Tensor, kernels: ModuleType, actions: Tensor | None) -> tuple:
+        """Return what `kernels.project_down` returns."""
+        heads, dtype = self.config.num_heads, _get_matmul_dtype(h)
+        return kernels.project_down(h, self.down, actions, self.up, self.gate, heads, dtype)
+
+    def add_read(self, h: Tensor, read: Tensor) -> Tensor:
+        """Return h' [..., d] of h [..., d] and R [..., H, D]: the gated sum of h and W_up R."""
+        up = self.project_up(read)
+        summand, factor = (up, h) if self.config.residual_gate == "hidden" else (h, up)
+        with torch.autocast(h.device.type, enabled=False):  # autocast would copy the read to float32
+            return torch.addcmul(summand, factor, self.gate).to(h.dtype)
 
     def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the push vectors x [..., H, D] and the action logits A x [..., H, 3] of h [..., d].
+        """Return the push vectors x [..., H, D] and the action logits A x [..., H, 3] of h [..., d]."""
+        x = self.project_down(h)
+        return x, self.compute_logits(x)
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Return the action logits A x [..., H, 3] of x [..., H, D].
 
         For push_only, the logits [..., H, 2] of push and no-op give a_push = 1 exactly.
         """
-        x = self.project_down(h)
         if self.actions is None:
             push = x.new_zeros(x.shape[:-1])
-            return x, torch.stack([push, push + NEVER], -1)
+            return torch.stack([push, push + NEVER], -1)
         if x.dim() == 4:  # [B, T, H, D]: one product per sequence, so that a GPU computes A's gradient in parallel
-            return x, torch.einsum("bthd,bhad->btha", x, self.actions.expand(len(x), -1, -1, -1))
-        return x, torch.einsum("...hd,had->...ha", x, self.actions)
+            return torch.einsum("bthd,bhad->btha", x, self.actions.expand(len(x), -1, -1, -1))
+        return torch.einsum("...hd,had->...ha", x, self.actions)
 
     def project_down(self, h: Tensor) -> Tensor:
         """Return the push vectors W_down h [..., H, D] of h [..., d]."""
