@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for an H100, without a GPU: `python compile_kernels.py depth|scan cases|usual`.
+"""Compile the Triton kernels for an H100, without a GPU: `python compile_kernels.py depth|scan|projection cases|usual`.
 
 Triton's interpreter also runs programs that its compiler rejects.
 """
@@ -51,7 +51,17 @@ def compile_scans(sizes: str) -> None:
         scans.run("triton", case, "cpu")
 
 
+def compile_projections(sizes: str) -> None:
+    """Compile the projections of some cases, or those of stacktrans and single_head of 360m in bfloat16."""
+    from test_triton_projection import BF16, CASES, F32, ROUNDED, Case, differentiate, run_fused
+
+    usual = [Case((256,), 960, heads, 16, h, F32, BF16) for heads in (4, 1) for h in (F32, BF16)]
+    for case in [*CASES[:3], *ROUNDED] if sizes == "cases" else usual:
+        differentiate(run_fused, case, case.dtype)
+
+
 if __name__ == "__main__":
     use_compiler_only()
-    {"depth": compile_depth_steps, "scan": compile_scans}[sys.argv[1]](sys.argv[2])
+    compilers = {"depth": compile_depth_steps, "scan": compile_scans, "projection": compile_projections}
+    compilers[sys.argv[1]](sys.argv[2])
     print("compiled with Triton", triton.__version__)

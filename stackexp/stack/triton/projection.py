@@ -124,8 +124,9 @@ class Settings(NamedTuple):
     """The compile-time options of the kernels."""
 
     hidden: int  # d
-    size: int  # H*D
+    heads: int  # H
     head_dim: int  # D
+    size: int  # H*D
     num_logits: int  # 3H
     padded_size: int
     padded_logits: int
@@ -138,7 +139,7 @@ def make_settings(hidden: int, x: Tensor, tokens: int) -> Settings:
     heads, head_dim = x.shape[-2:]
     size, num_logits = heads * head_dim, NUM_ACTIONS * heads
     padded_size, padded_logits = (max(16, triton.next_power_of_2(number)) for number in (size, num_logits))
-    return Settings(hidden, size, head_dim, num_logits, padded_size, padded_logits, tokens, CHUNK)
+    return Settings(hidden, heads, head_dim, size, num_logits, padded_size, padded_logits, tokens, CHUNK)
 
 
 def launch_down(
