@@ -1,96 +1,300 @@
-"""Run all measurements that need a GPU, the most important ones first.
+"""Measure what a GPU must decide, the most important first; ends within eight minutes and writes each row at once.
 
-    python benchmarks/gpu.py [--out FOLDER] [--only STEP ...]
+    python benchmarks/gpu.py [--out gpu.json] [--only SECTION ...] [--budget SECONDS] [--tiny]
+    python -m stackexp report efficiency gpu.json
 
-Each step is a process of its own that ends within nine minutes and writes its JSON at once, so that a GPU lent for a
-short time is used to the last minute. A failed step is reported and the next one starts.
+Sections: correctness (every Triton kernel against the reference), ceilings (a copy, a large matrix product), attention
+(kernels of sdpa), training (the 360M models, one change after the other), kernels (bytes per second), decoding. A
+failure is a row with an `error`, and the next measurement starts. `--tiny` runs everything on a CPU with small sizes.
 """
 
 import argparse
-import json
-import subprocess
+import contextlib
+import dataclasses
+import functools
+import itertools
+import random
+import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from stackexp.verbs.bench import MEMORIES
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-STEP_SECONDS = 540
+FOLDER = Path(__file__).parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "tests")]
 
-# -v: a step that is ended early leaves no XML, but its log names the finished tests
-PYTEST = [sys.executable, "-m", "pytest", "-v", "-m", "gpu and not slow", "-n", "auto", "--dist", "load"]
-TESTS = [
-    "tests/test_gpu.py",
-    "tests/test_triton_depth.py",
-    "tests/test_triton_scan.py",
-    "tests/test_loss_curves.py",
-    "tests/test_attention_requirements.py",
-    "tests/test_cost.py",
+import depth_steps  # noqa: E402
+import scans  # noqa: E402
+import stack_step  # noqa: E402
+
+from stackexp.benchmarking import (  # noqa: E402
+    TRANSFORMER,
+    BenchmarkedModel,
+    Case,
+    alternate,
+    choose_device,
+    compare,
+    measure_peak_bytes,
+    measure_peak_flops,
+    measure_seconds,
+    synchronize,
+    write_record,
+)
+from stackexp.config.compose import compose  # noqa: E402
+from stackexp.models import attention, layers, transformer  # noqa: E402
+from stackexp.training.callbacks.steps import get_peak_flops  # noqa: E402
+
+CONFIG = "pretrain/transformer-360m"
+SIZES = ["trainer.precision=bf16-mixed", "data.context_length=2048"]
+TINY = ["model.num_layers=2", "model.hidden_size=48", "model.num_heads=3", "model.num_kv_heads=1"]
+TINY += ["model.intermediate_size=64", "data.vocab_size=64", "data.context_length=16"]
+CORRECTNESS_SECONDS, LAST_SECONDS = 60, 20
+ROUNDS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way to run the models; each change to the one before is measured with the Transformer."""
+
+    name: str
+    compiled: bool = True
+    cudnn: bool = True  # the first kernel of sdpa; else FlashAttention-2
+    one_product: bool = True  # for q, k and v, and for gate and up
+    residual: str = "float32"
+    batch: int = 16
+
+    def list_overrides(self) -> list[str]:
+        """Return the config overrides."""
+        overrides = [f"trainer.compile={str(self.compiled).lower()}", f"model.residual_dtype={self.residual}"]
+        return [*overrides, f"data.micro_batch_size={self.batch}"]
+
+
+EAGER = Variant("eager", compiled=False, cudnn=False)
+BEST = Variant("bfloat16 residual", residual="bfloat16")
+VARIANTS = [
+    (EAGER, ["stacktrans"]),
+    (Variant("compiled", cudnn=False, one_product=False), []),
+    (Variant("cuDNN", one_product=False), []),
+    (Variant("one product"), ["stacktrans"]),
+    (BEST, ["stacktrans", "full_dim", "single_head"]),
+    (dataclasses.replace(BEST, name="batch 32", batch=32), []),
 ]
-BENCH = [sys.executable, "-m", "stackexp", "bench"]
-EFFICIENCY = [*BENCH, "efficiency", "--config", "pretrain/transformer-360m", "trainer.precision=bf16-mixed"]
-EFFICIENCY += ["data.context_length=2048", "data.global_batch_tokens=32768"]
-MANY, FEWER = "data.micro_batch_size=16", "data.micro_batch_size=8"
-"""Sequences per step: with 2, an H200 waits for Python; with 16, some other memories and full_dim by the reference need
-more than its 139 GiB. A row that does not fit says "out of memory"."""
-IN_PAPER = ("stacktrans", "single_head", "full_dim")
-PAPER_ROWS = f"--only={','.join(IN_PAPER)}"
-OTHER_ROWS = f"--only={','.join(name for name in MEMORIES if name not in IN_PAPER)}"
-COMPILED = "trainer.compile=true", "model.num_layers=8"
-"""With all 32 layers, compilation alone takes longer than a step may."""
-STACK = [sys.executable, "benchmarks/stack_step.py", "--config", "pretrain/stacktrans-360m", "data.micro_batch_size=8"]
-QUICKSTART = [sys.executable, "-m", "stackexp", "fit", "--config", "quickstart", "trainer.accelerator=cuda"]
-QUICKSTART += ["trainer.precision=bf16-mixed"]
-FIT = [*QUICKSTART, "data.micro_batch_size=64", "data.global_batch_tokens=16384"]
-PROFILE = [*QUICKSTART, "name=profile", "model=transformer-360m", "model.vocab_size=4096", "model.memory=stacktrans"]
-PROFILE += ["data.context_length=2048", "data.micro_batch_size=16", "data.global_batch_tokens=32768"]
-PROFILE += ["schedule.warmup_steps=1", "trainer.max_steps=14", "trainer.val_check_interval=14", "trainer.profile=10-12"]
-"""The layers of the 360M model. Its vocabulary is the quickstart's, so its logits are 12 times smaller."""
 
 
-def list_steps(out: Path) -> dict[str, list[str]]:
-    """Return the command of each step; each writes below `out`."""
-    return {
-        "correctness": [*PYTEST, *TESTS, f"--junitxml={out}/correctness.xml"],
-        "efficiency": [*EFFICIENCY, MANY, PAPER_ROWS, f"--out={out}/efficiency.json", "--steps=5"],
-        "stack_1": [*STACK, "model.memory.checkpoint_every_layers=1", f"--out={out}/stack_1.json"],
-        "stack_4": [*STACK, "model.memory.checkpoint_every_layers=4", f"--out={out}/stack_4.json"],
-        "efficiency_others": [*EFFICIENCY, FEWER, OTHER_ROWS, f"--out={out}/efficiency_others.json", "--steps=5"],
-        "efficiency_compiled": [
-            *(*EFFICIENCY, MANY, *COMPILED, "--only=stacktrans", "--steps=5"),
-            f"--out={out}/efficiency_compiled.json",
-        ],
-        "profile": [*PROFILE, f"logging.root={out}/runs"],
-        "compiled": [*FIT, "name=compiled", "trainer.compile=true", f"logging.root={out}/runs"],
-        "sharded": [*FIT, "name=sharded", "trainer.strategy=fsdp", f"logging.root={out}/runs"],
-        "scan": [sys.executable, "benchmarks/scan.py", "--device=cuda", "--rounds=3", f"--out={out}/scan.json"],
-        "cross_entropy": [sys.executable, "benchmarks/cross_entropy.py", f"--out={out}/cross_entropy.json"],
-    }
+class Measurements:
+    """The rows of one run, its device and its time limit."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.out, self.budget, self.tiny = args.out, args.budget, args.tiny
+        self.device = torch.device("cpu") if args.tiny else choose_device()
+        self.rounds = 1 if args.tiny else ROUNDS
+        self.start = time.monotonic()
+        self.rows: list[dict[str, Any]] = []
 
-def run_step(name: str, command: list[str], out: Path) -> dict[str, object]:
-    """Run one step with its output in `out`/<name>.log, and return its outcome."""
-    start = time.time()
-    with open(out / f"{name}.log", "w", encoding="utf-8") as log:
+    @property
+    def seconds_left(self) -> float:
+        """The seconds until the run must end."""
+        return self.budget - (time.monotonic() - self.start)
+
+    def add(self, section: str, name: str, **values: Any) -> None:
+        """Print a row and write all rows."""
+        at = round(time.monotonic() - self.start, 1)
+        self.rows.append({"section": section, "name": name, "at": at, **values})
+        write_record(self.out, self.rows)
+        shown = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
+        print(f"[{at:6.1f} s] {section:12} {name:32} {shown}", flush=True)
+
+    @contextlib.contextmanager
+    def attempt(self, section: str, name: str, **values: Any) -> Iterator[None]:
+        """Add a row with the error if the body fails: one failure must not end the run."""
         try:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=STEP_SECONDS).returncode
-        except subprocess.TimeoutExpired:
-            code = 124
-    return {"step": name, "exit_code": code, "seconds": round(time.time() - start, 1), "command": command[1:]}
+            yield
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            self.add(section, name, **values, error=message)
+
+    def measure(self, action: Callable[[], object], warmup: int = 2) -> float:
+        """Return the median seconds of an action."""
+        return statistics.median([measure_seconds(action) for _ in range(warmup + self.rounds)][warmup:])
+
+
+def check_kernels(run: Measurements) -> None:
+    """Compare every Triton kernel with the reference, for at most CORRECTNESS_SECONDS."""
+    modules = {"depth": depth_steps, "scan": scans}
+    checks = [(kernel, module.check, case) for kernel, module in modules.items() for case in module.cases()]
+    random.Random(0).shuffle(checks)  # if the time is short, it serves every kernel
+    passed, start = 0, time.monotonic()
+    for kernel, check, case in checks[:3] if run.tiny else checks:
+        if time.monotonic() - start > CORRECTNESS_SECONDS:
+            break
+        with run.attempt("correctness", f"{kernel} {case.name}"):
+            check(*(("eager", case) if run.tiny else ("triton", case, "cuda")))
+            passed += 1
+    run.add("correctness", "all", passed=passed, of=len(checks))
+
+
+def measure_ceilings(run: Measurements) -> None:
+    """Measure the bandwidth of a copy and the FLOP/s of a large matrix product."""
+    source = torch.empty(2 ** (20 if run.tiny else 31), dtype=torch.uint8, device=run.device)
+    target = torch.empty_like(source)
+    run.add("ceilings", "copy", terabytes_per_second=2 * len(source) / run.measure(lambda: target.copy_(source)) / 1e12)
+    flops = 1e9 if run.tiny else measure_peak_flops(run.device, torch.bfloat16)
+    run.add("ceilings", "matrix product", teraflops_per_second=flops / 1e12)
+
+
+def measure_attention(run: Measurements) -> None:
+    """Measure the kernels of sdpa at the sizes of the 360M model, with grouped and with repeated keys."""
+    batch, length, heads, kv_heads, size = (1, 16, 3, 1, 8) if run.tiny else (16, 2048, 15, 5, 64)
+    flops = 4 * length**2 / 2 * size * heads * batch
+    shapes = [(batch, length, n, size) for n in (heads, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(shape, device=run.device, dtype=torch.bfloat16).transpose(1, 2) for shape in shapes)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    kernels = [SDPBackend.MATH] if run.tiny else [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    for kernel, repeats in itertools.product(kernels, (False, True)):
+        name = f"{kernel.name}{', repeated keys' if repeats else ''}"
+
+        def forward(repeats: bool = repeats) -> torch.Tensor:
+            keys = [x.repeat_interleave(heads // kv_heads, 1) if repeats else x for x in (k, v)]
+            return F.scaled_dot_product_attention(q, *keys, is_causal=True, enable_gqa=not repeats)
+
+        with run.attempt("attention", name), sdpa_kernel(kernel):
+            gradient = torch.randn_like(forward())
+            once = run.measure(forward)
+            both = run.measure(lambda f=forward, g=gradient: torch.autograd.grad(f(), leaves, g))
+            rates = {"forward": flops / once / 1e12, "backward": 2.5 * flops / max(both - once, 1e-9) / 1e12}
+            run.add("attention", name, **{f"{which}_teraflops_per_second": rate for which, rate in rates.items()})
+
+
+@contextlib.contextmanager
+def apply_variant(variant: Variant) -> Iterator[None]:
+    """Run with the kernels of a variant. Graphs contain them, so the graphs of the last variant are forgotten."""
+    kernels, apply_linears = list(attention.CUDA_KERNELS), attention.apply_linears
+    transformer._compile_part.cache_clear()
+    torch._dynamo.reset()
+    try:
+        if not variant.cudnn:
+            attention.CUDA_KERNELS.sort(key=lambda kernel: kernel == SDPBackend.CUDNN_ATTENTION)
+        if not variant.one_product:
+            attention.apply_linears = layers.apply_linears = lambda x, *linears: tuple(linear(x) for linear in linears)
+        attention.choose_cuda_kernel.cache_clear()
+        yield
+    finally:
+        attention.CUDA_KERNELS[:] = kernels
+        attention.apply_linears = layers.apply_linears = apply_linears
+
+
+def measure_training(run: Measurements) -> None:
+    """Measure a training step, a pass without gradients and the peak memory of each variant.
+
+    The Transformer's ratios are over its first variant, the memories' over the Transformer of the same variant, with
+    which they alternate.
+    """
+    first: dict[str, float] = {}
+    for variant, memories in VARIANTS:
+        overrides = [*SIZES, *variant.list_overrides(), *(TINY if run.tiny else [])]
+        batch = 2 if run.tiny else variant.batch
+        overrides += [
+            f"data.micro_batch_size={batch}",
+            f"data.global_batch_tokens={batch * (16 if run.tiny else 2048)}",
+        ]
+        base = None
+        for model in [TRANSFORMER, *memories]:
+            names = {"model": model, "variant": variant.name}
+            with apply_variant(variant), run.attempt("training", f"{model}, {variant.name}", **names):
+                if run.seconds_left < 2 * LAST_SECONDS:
+                    raise TimeoutError("no time left")
+                started = time.monotonic()
+                subject = BenchmarkedModel(Case(model), [CONFIG], overrides, run.device)
+                synchronize()
+                names["first_step_seconds"] = time.monotonic() - started
+                if model == TRANSFORMER:
+                    base = subject
+                results = measure_pair(run, subject, base)
+                first = first or {key: statistics.median(times) for key, times in results[0].items()}
+                run.add("training", f"{model}, {variant.name}", **names, **summarize(run, subject, results, first))
+            if run.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def time_pass(run_pass: Callable[[BenchmarkedModel], None], subject: BenchmarkedModel) -> float:
+    """Return the seconds of a pass."""
+    return measure_seconds(lambda: run_pass(subject))
+
+
+def measure_pair(
+    run: Measurements, subject: BenchmarkedModel, base: BenchmarkedModel | None
+) -> list[dict[str, list[float]]]:
+    """Return the seconds of each pass of the subject and, if it is another model, of its base."""
+    if base is None:
+        raise RuntimeError("the Transformer of this variant failed")
+    subjects = [subject] if subject is base else [subject, base]
+    results: list[dict[str, list[float]]] = [{} for _ in subjects]
+    for quantity, run_pass in {"train": BenchmarkedModel.train, "prefill": BenchmarkedModel.prefill}.items():
+        times = alternate(subjects, functools.partial(time_pass, run_pass), run.rounds, warmup=2)
+        for result, of_subject in zip(results, times, strict=True):
+            result[quantity] = of_subject
+    for result, one in zip(results, subjects, strict=True):
+        if (peak := measure_peak_bytes(one.train)) is not None:
+            result["memory"] = [float(one._resident_bytes + peak)]
+    return results
+
+
+def summarize(
+    run: Measurements, subject: BenchmarkedModel, results: list[dict[str, list[float]]], first: dict[str, float]
+) -> dict[str, Any]:
+    """Return medians, ratios with quartiles, tokens per second, and MFU on a GPU with a known peak."""
+    own, base = results[0], results[-1]
+    row: dict[str, Any] = {"parameters": subject.model.num_parameters()}
+    row["flops_per_token"] = subject.model.flops_per_token(subject.config.data.context_length)
+    for key, values in own.items():
+        ratio = compare(values, base[key] if base is not own else [first[key]] * len(values))
+        row |= {key: statistics.median(values), f"{key}_ratio": ratio.median, f"{key}_spread": [ratio.low, ratio.high]}
+    row["tokens_per_second"] = subject.tokens.numel() / row["train"]
+    peak = get_peak_flops(run.device)
+    return row | ({"mfu": row["flops_per_token"] * row["tokens_per_second"] / peak} if peak else {})
+
+
+def measure_kernels(run: Measurements) -> None:
+    """Measure the stack steps of all layers next to a copy of as many bytes."""
+    for memory in ("stacktrans", "single_head", "full_dim"):
+        with run.attempt("kernels", memory):
+            overrides = [*SIZES, f"model.memory={memory}", f"data.micro_batch_size={2 if run.tiny else 16}"]
+            config = compose([CONFIG], [*overrides, *(TINY if run.tiny else [])])
+            for row in stack_step.measure(config, run.rounds, run.device):
+                name = f"{memory}, {row.pop('pass')}, {row.pop('implementation')}"
+                run.add("kernels", name, terabytes_per_second=row["gigabytes_per_second"] / 1e3, **row)
+
+
+SECTIONS: dict[str, Callable[[Measurements], None]] = {
+    "correctness": check_kernels,
+    "ceilings": measure_ceilings,
+    "attention": measure_attention,
+    "training": measure_training,
+    "kernels": measure_kernels,
+}
 
 
 def main() -> None:
-    """Run the steps."""
+    """Run the sections."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="default: all steps")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"), metavar="FILE.json")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
+    parser.add_argument("--budget", type=float, default=460, metavar="SECONDS", help="default: %(default)s")
+    parser.add_argument("--tiny", action="store_true", help="small sizes on a CPU, to test this script")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, command in list_steps(args.out).items():
-        if args.only is None or name in args.only:
-            result = run_step(name, command, args.out)
-            print(f"{name}: exit code {result['exit_code']}, {result['seconds']} s", flush=True)
-            (args.out / f"{name}.step.json").write_text(json.dumps(result, indent=2))
+    if not args.tiny and not torch.cuda.is_available():
+        parser.error("needs a GPU; --tiny runs small sizes on a CPU")
+    run = Measurements(args)
+    for name in args.only:
+        with run.attempt(name, "section"):
+            if run.seconds_left < LAST_SECONDS:
+                raise TimeoutError("no time left")
+            SECTIONS[name](run)
 
 
 if __name__ == "__main__":

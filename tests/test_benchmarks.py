@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 import runpy
 import subprocess
 import sys
@@ -18,13 +17,11 @@ from stackexp.tables import ABSENT
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-import gpu  # noqa: E402
 import stack_step  # noqa: E402
 
 SMALL = ["model.hidden_size=16", "model.num_layers=3", "model.intermediate_size=16", "model.num_heads=4"]
 SMALL += ["model.num_kv_heads=2", "model.vocab_size=4096", "data.context_length=8", "data.micro_batch_size=2"]
 SMALL += ["data.global_batch_tokens=16"]
-GPU = re.compile(r"pytest\.mark\.gpu")
 
 
 @pytest.fixture
@@ -41,29 +38,48 @@ def run_benchmark(monkeypatch, capsys):
     torch.set_num_threads(threads)
 
 
-def test_every_gpu_step_names_files_and_configs_that_exist():
-    for command in gpu.list_steps(Path("out")).values():
-        if "--config" in command:
-            config, *rest = command[command.index("--config") + 1 :]
-            compose([config], [word for word in rest if "=" in word and not word.startswith("--")])
-        else:
-            script = next(word for word in command if word.endswith(".py") or word == "pytest")
-            assert script == "pytest" or (BENCHMARKS.parent / script).is_file()
+@pytest.mark.process
+def test_gpu_measures_every_section_and_continues_after_a_failure(run_benchmark, tmp_path, monkeypatch, capsys):
+    """On a CPU with small sizes and the eager backend; the inductor takes a minute."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    build = benchmarking.registry.build
+
+    def fail(kind: str, config: object, *args: object, **options: object) -> object:
+        if kind == "model" and getattr(config.memory, "projection", "") == "none":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nDetails")
+        return build(kind, config, *args, **options)
+
+    monkeypatch.setattr(benchmarking.registry, "build", fail)
+    out = tmp_path / "gpu.json"
+    run_benchmark("gpu.py", "--tiny", "--out", out)
+    record = json.loads(out.read_text())
+    rows = {(row["section"], row["name"]): row for row in record["rows"]}
+    assert {section for section, _ in rows} == {"correctness", "ceilings", "attention", "training", "kernels"}
+    assert rows["correctness", "all"]["passed"] == 3
+    assert rows["training", "full_dim, bfloat16 residual"]["error"] == "OutOfMemoryError: CUDA out of memory."
+    assert [name for (_, name), row in rows.items() if "error" in row] == ["full_dim, bfloat16 residual"]
+    assert rows["training", "stacktrans, bfloat16 residual"]["train_ratio"] > 0
+    assert rows["training", "transformer, eager"]["train_ratio"] == pytest.approx(1, abs=0.01)
+    assert cli.main(["report", "efficiency", str(out), "--markdown"]) == 0
+    table = {row[0]: row for row in split_cells(capsys.readouterr().out)}
+    assert table["stacktrans (bfloat16 residual)"][-3:] == ["1.16", "1.09", "1.12"]
+    assert "OutOfMemoryError" in table["full_dim (bfloat16 residual)"][-4]
 
 
-def test_gpu_steps_run_every_gpu_test_except_slow_ones():
-    folder = Path(__file__).parent
-    files = {str(path.relative_to(folder.parent)) for path in folder.rglob("test_*.py") if GPU.search(path.read_text())}
-    command = gpu.list_steps(Path("out"))["correctness"]
-    assert {word for word in command if word.endswith(".py")} == files
-    assert command[:6] == [sys.executable, "-m", "pytest", "-v", "-m", "gpu and not slow"]
+def test_gpu_stops_in_time(run_benchmark, tmp_path):
+    output = run_benchmark("gpu.py", "--tiny", "--budget", "1", "--out", tmp_path / "gpu.json")
+    assert output.count("error=TimeoutError: no time left") == 5
 
 
-def test_a_step_that_takes_too_long_is_ended_and_keeps_its_log(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "STEP_SECONDS", 2)
-    command = [sys.executable, "-c", "import time; print('first', flush=True); time.sleep(100)"]
-    assert gpu.run_step("tests", command, tmp_path)["exit_code"] == 124
-    assert "first\n" in (tmp_path / "tests.log").read_text()
+@pytest.mark.process
+def test_compile_counts_graphs_and_compares_losses(run_benchmark, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    sizes = ["model.hidden_size=16", "model.num_heads=4", "model.num_kv_heads=2", "model.intermediate_size=16"]
+    options = ["--layers", "1", "3", "--steps=2", "--out", tmp_path / "out.json"]
+    run_benchmark("compile.py", *options, *sizes, "data.context_length=8", "data.global_batch_tokens=16")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["memory"], row["layers"]) for row in rows] == [(m, n) for m in ("null", "stacktrans") for n in (1, 3)]
+    assert all(row["graphs"] == 2 and row["breaks"] == 0 and row["difference"] < 1e-5 for row in rows)
 
 
 def test_cross_entropy_compares_whole_and_chunked(run_benchmark):
@@ -102,26 +118,6 @@ def test_prepare_measures_both_on_the_same_text(tmp_path):
     assert record["bytes"] >= 300_000
     assert record["tokens"] > record["documents"] > 1
     assert {"alone", "prepare"} <= record["rows"][0].keys()
-
-
-def test_the_trace_of_a_profile_is_divided_among_operations(run_benchmark, tmp_path):
-    names = ["aten::mul", "aten::linear", "_Step", "aten::addcmul", "aten::mean", "aten::add"]
-    events = [build_event("cpu_op", name, 1, 10 * i, **{"Sequence number": i}) for i, name in enumerate(names)]
-    events += [build_event("cpu_op", "autograd::engine::evaluate_function: Mm", 2, 90, **{"Sequence number": 3})]
-    events += [
-        build_event("cuda_runtime", "launch", e["tid"], e["ts"] + 1, correlation=i) for i, e in enumerate(events)
-    ]
-    events += [build_event("kernel", "k", 7, 0, dur=1000 * (i + 1), correlation=i) for i in range(7)]
-    events += [build_event("user_annotation", "Optimizer.step#AdamW.step", 1, 0)]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    output = run_benchmark("profile_parts.py", tmp_path / "trace.json")
-    printed = [line.split(maxsplit=2) for line in output.splitlines()]
-    assert printed[0] == ["7.00", "ms", "backward Mm"]
-    assert printed[-1] == ["21.00", "ms", "the memory, of 28.0 ms"], "2 + 3 + 4 + 5 forward and 7 backward"
-
-
-def build_event(category: str, name: str, thread: int, start: int, dur: int = 5, **arguments) -> dict:
-    return {"ph": "X", "cat": category, "name": name, "tid": thread, "ts": start, "dur": dur, "args": arguments}
 
 
 def split_cells(text: str) -> list[list[str]]:

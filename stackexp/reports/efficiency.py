@@ -1,4 +1,7 @@
-"""The paper's efficiency table: training, inference and memory over the Transformer, measured by `bench efficiency`."""
+"""The paper's efficiency table: training, inference and memory over the Transformer.
+
+`bench efficiency` measures it, or on a GPU `benchmarks/gpu.py`, whose rows have variants of the same models.
+"""
 
 import shlex
 from pathlib import Path
@@ -20,6 +23,10 @@ LEGEND = (
     "Share of peak: the model's FLOP/s in training over those of a large matrix product on the same device. MFU: over "
     "the vendor's figure.",
 )
+VARIANTS_LEGEND = (
+    "Each variant keeps the changes of those above it. A Transformer is compared with the first row, a memory with the "
+    "Transformer of its variant."
+)
 
 
 def build_efficiency(path: Path) -> Report:
@@ -32,13 +39,12 @@ def build_efficiency(path: Path) -> Report:
 
 def build_report(record: dict[str, Any], path: Path | None = None) -> Report:
     """Build the report of a record; `path` is the file it was read from, if any."""
-    rows = {}
-    for row in record["rows"]:
-        rows[row["model"] + " (reference)" * (row.get("implementation") == "reference")] = row
-    base, missing = record["rows"][0], [name for name in PAPER if name not in rows]
+    measured = [row for row in record["rows"] if "model" in row]
+    rows = {_name_row(row): row for row in measured}
+    base, missing = measured[0], [name for name in PAPER if name not in {row["model"] for row in measured}]
     ratios = QUANTITIES | ({"decode": "decode"} if any("decode_ratio" in row for row in rows.values()) else {})
-    speeds = {"tokens_per_second": "tokens/s", "peak_share": "share of peak"}
-    speeds |= {"mfu": "MFU"} if any("mfu" in row for row in rows.values()) else {}
+    speeds = {"tokens_per_second": "tokens/s", "peak_share": "share of peak", "mfu": "MFU"}
+    speeds = {key: title for key, title in speeds.items() if any(key in row for row in rows.values())}
     sizes = ("parameters", "flops_per_token")
     table = []
     for name, row in (rows | {name: {} for name in missing}).items():
@@ -51,7 +57,9 @@ def build_report(record: dict[str, Any], path: Path | None = None) -> Report:
                 cells.append("{:.3f} ({:.3f}-{:.3f})".format(row[f"{key}_ratio"], *row[f"{key}_spread"]))
             else:
                 cells.append(row.get("error", ABSENT))
-        paper = [f"{value:.2f}" for value in PAPER[name]] if name in PAPER else [ABSENT] * len(QUANTITIES)
+        model = row.get("model", name)
+        has_paper = model in PAPER and row.get("implementation") != "reference"
+        paper = [f"{value:.2f}" for value in PAPER[model]] if has_paper else [ABSENT] * len(QUANTITIES)
         table.append([name, *cells, *paper])
     header = ["model", "parameters", "FLOPs/token", *speeds.values(), *ratios.values()]
     header += [f"paper: {title}" for title in QUANTITIES.values()]
@@ -59,15 +67,22 @@ def build_report(record: dict[str, Any], path: Path | None = None) -> Report:
     hardware = ", ".join(environment.get("gpus") or [environment.get("cpu", {}).get("model", "unknown hardware")])
     when = f"{environment.get('started', '')[:10]}, commit {environment.get('commit')}"
     notes = [*LEGEND, f"Measured on {hardware}, {when}. The paper's hardware differs."]
-    if missing or not any("memory_ratio" in row for row in rows.values()):
+    if any("variant" in row for row in measured):
+        notes.insert(1, VARIANTS_LEGEND)
+    elif missing or not any("memory_ratio" in row for row in rows.values()):
         notes.append(f"`{_format_command(record, missing, path)}` measures missing models, and on a GPU peak memory")
     records = [_build_record(name, row) for name, row in rows.items()]
     return Report([Table("Cost over the Transformer", header, table)], notes, records, lambda: _draw(rows))
 
 
+def _name_row(row: dict[str, Any]) -> str:
+    detail = row.get("variant") or ("reference" if row.get("implementation") == "reference" else "")
+    return f"{row['model']} ({detail})" if detail else str(row["model"])
+
+
 def _format_command(record: dict[str, Any], missing: list[str], path: Path | None) -> str:
     """Return the command that measures the models of the record and the missing ones, and replaces the file."""
-    models = dict.fromkeys([row["model"] for row in record["rows"][1:]] + missing)
+    models = dict.fromkeys([row["model"] for row in record["rows"][1:] if "model" in row] + missing)
     configs = [word for config in record.get("configs") or [] for word in ("--config", config)]
     out = ["--out", str(path)] if path else []
     words = [*configs, *record.get("overrides", []), "--only", ",".join(models), *out]
@@ -89,8 +104,8 @@ def read_record(path: Path) -> dict[str, Any]:
         reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else error
         raise RunError(f"{reason}; give a file that `bench efficiency --out` wrote") from None
     rows = record.get("rows") if isinstance(record, dict) else None
-    is_valid = rows and all(isinstance(row, dict) and "model" in row for row in rows)
-    is_valid = is_valid and all("train_ratio" in row or "error" in row for row in rows)
+    is_valid = rows and all(isinstance(row, dict) and ("model" in row or "section" in row) for row in rows)
+    is_valid = is_valid and all("train_ratio" in row or "error" in row or "model" not in row for row in rows)
     if not is_valid or not any("train_ratio" in row for row in rows):
         raise RunError(f"{path}: no rows with train_ratio; give a file that `bench efficiency --out` wrote")
     return record
@@ -98,7 +113,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def _draw(rows: dict[str, dict[str, Any]]) -> Any:
     """Draw a bar for each model and quantity with its quartiles, and the paper's value as a diamond."""
-    rows = {name: row for name, row in rows.items() if "error" not in row or name in PAPER}
+    rows = {name: row for name, row in rows.items() if "error" not in row or row["model"] in PAPER}
     figure, axes = new_figure(6.8, 1.3 + 0.5 * len(rows))
     axes.set_axisbelow(True)
     quantities = [key for key in QUANTITIES if any(f"{key}_ratio" in row for row in rows.values())]
@@ -106,13 +121,13 @@ def _draw(rows: dict[str, dict[str, Any]]) -> Any:
     for i, key in enumerate(quantities):
         style = {"color": PALETTE[i], "hatch": ("", "///", "...")[i], "alpha": 0.8}
         axes.barh(0, 0, label=QUANTITIES[key], **style)
-        for y, (name, row) in enumerate(rows.items()):
+        for y, row in enumerate(rows.values()):
             level = y + (i - (len(quantities) - 1) / 2) * height
             if f"{key}_ratio" in row:
                 axes.barh(level, row[f"{key}_ratio"], height * 0.9, **style)
                 axes.plot(row[f"{key}_spread"], [level, level], color="black", linewidth=1)
-            if name in PAPER:
-                value = PAPER[name][list(QUANTITIES).index(key)]
+            if row["model"] in PAPER and row.get("implementation") != "reference":
+                value = PAPER[row["model"]][list(QUANTITIES).index(key)]
                 axes.plot(value, level, "D", color="black", markerfacecolor="white", markersize=5)
     axes.plot([], [], "D", color="black", markerfacecolor="white", label="paper")
     axes.plot([], [], color="black", linewidth=1, label="quartiles")
