@@ -1,30 +1,148 @@
-"""Text generation: greedy and sampled, with the cache of every memory axis, and the verb `generate`."""
+"""Text generation: greedy and sampled, the cache of fixed size, and the verb `generate`."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import VOCAB, make_model
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stackexp.cli import main
+from stackexp.config.memory import AttentionResidualConfig, HyperConnectionsConfig, StackAttentionConfig
+from stackexp.config.model import LSTMConfig, StackRNNConfig
 from stackexp.evaluation.loading import load_run
-from stackexp.models.generation import generate, keep_nucleus, sample_tokens
+from stackexp.models import attention
+from stackexp.models.generation import Decoder, generate, keep_nucleus, sample_tokens
+from stackexp.models.recurrent import LSTM, StackRNN
+from stackexp.models.transformer import Cache, Transformer
 
 PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
+MEMORIES = {
+    "none": None,
+    "depth": {"axis": "depth", "eval_num_slots": 5},
+    "queue": {"axis": "depth", "discipline": "queue", "site": "each_sublayer"},
+    "time": {"axis": "time", "eval_num_slots": 5},
+    "feedback": {"axis": "time", "feedback": True, "read": "top"},
+    "token_major": {"axis": "token_major", "site": "each_sublayer"},
+    "attention_residual": AttentionResidualConfig(),
+    "hyper_connections": HyperConnectionsConfig(),
+    "stack_attention": StackAttentionConfig(),
+}
+POSITIONS = {
+    "rope": {},
+    "alibi": {"positional": "alibi"},
+    "sinusoidal": {"positional": "sinusoidal", "attention_log_base": 2},
+    "window_1": {"attention_window": 1},
+    "window_4": {"attention_window": 4},
+    "alibi_window": {"attention_window": 6, "positional": "alibi"},
+}
+RECURRENT = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 2}
 
 
-@pytest.mark.parametrize("axis", [None, "depth", "time", "token_major"])
-def test_greedy_decoding_matches_full_forward_passes(axis):
-    model = make_model({"axis": axis, "eval_num_slots": 5} if axis else None)
-    expected = PROMPT
+def make_decoder(model: torch.nn.Module, prompt_length: int, max_length: int = 40, **options) -> Decoder:
+    """Return a decoder after a prompt and enough tokens to fill all slots."""
+    tokens, cache = torch.arange(2 * prompt_length, **options).view(2, -1) % VOCAB, Cache()
+    with torch.no_grad():
+        model(tokens, cache)
+    decoder = Decoder(model, cache, batch_size=2, max_length=max_length)
+    decoder(tokens[:, 0])
+    assert decoder.has_fixed_states
+    return decoder
+
+
+@torch.no_grad()
+def check_greedy_decoding(model: torch.nn.Module, prompt: torch.Tensor, num_tokens: int) -> None:
+    """Compare with full forward passes and with a growing cache."""
+    expected, new, cache = prompt, prompt, Cache()
     model.eval()
-    for _ in range(8):
-        token = model(expected).logits[:, -1].argmax(-1, keepdim=True)
-        expected = torch.cat([expected, token], 1)
+    for _ in range(num_tokens):
+        logits = model(expected).logits[:, -1]
+        torch.testing.assert_close(model(new, cache).logits[:, -1], logits)
+        new = logits.argmax(-1, keepdim=True)
+        expected = torch.cat([expected, new], 1)
     model.train()
-    assert torch.equal(generate(model, PROMPT, 8, temperature=0), expected)
+    assert torch.equal(generate(model, prompt, num_tokens, temperature=0), expected)
     assert model.training
-    assert torch.equal(generate(model, PROMPT, 0), PROMPT), "no new tokens"
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_greedy_decoding_matches_full_forward_passes(memory, positions):
+    model = make_model(MEMORIES[memory], **POSITIONS[positions])
+    for length, num_tokens in ((1, 9), (3, 1), (3, 0), (7, 12)):
+        check_greedy_decoding(model, torch.arange(2 * length).view(2, -1) % VOCAB, num_tokens)
+
+
+def test_recurrent_models_decode_greedily():
+    torch.manual_seed(0)
+    for model in (LSTM(LSTMConfig(**RECURRENT)), StackRNN(StackRNNConfig(**RECURRENT, slot_size=4, num_slots=5))):
+        check_greedy_decoding(model, PROMPT, 9)
+
+
+GRAPHS = [(name, "rope") for name in MEMORIES if name != "stack_attention"]
+GRAPHS += [("none", name) for name in POSITIONS if name != "rope"]
+
+
+@pytest.mark.parametrize(("memory", "positions"), GRAPHS)
+@torch.no_grad()
+def test_all_decoding_steps_are_one_graph(memory, positions):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    model = make_model(MEMORIES[memory], num_layers=2, **POSITIONS[positions]).eval()
+    compiled, plain = make_decoder(model, 8), make_decoder(model, 8)
+    compiled.step = torch.compile(compiled.step, fullgraph=True, backend=counter)
+    for token in range(6):
+        new = torch.tensor([token, token + 1])
+        torch.testing.assert_close(compiled(new), plain(new))
+    assert counter.frame_count == 1
+    assert compiled.cache.length.tolist() == [15]
+
+
+class OperatorRecord(TorchDispatchMode):
+    """Records each operator with its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        output = operator(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, torch.Tensor)]
+        self.calls.append((str(operator), tensors))
+        return output
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("memory", ["none", "depth", "time", "token_major"])
+def test_a_decoding_step_on_cuda_neither_waits_for_the_gpu_nor_copies_to_it(memory, positions, monkeypatch):
+    """With fake tensors, which raise an error if a value is needed on the CPU."""
+    monkeypatch.setattr("torch.nn.init.trunc_normal_", lambda weight, **_: weight)
+    monkeypatch.setattr(attention, "choose_cuda_kernel", lambda *_: ("MATH", False))  # of the prompt; it asks the GPU
+    monkeypatch.setattr(attention, "CUDA_KERNELS", [SDPBackend.MATH])
+    config = make_model(MEMORIES[memory], **POSITIONS[positions]).config
+    with FakeTensorMode(), torch.device("cuda"):
+        decoder = make_decoder(Transformer(config).eval(), 8)
+        with OperatorRecord() as record, torch.no_grad():
+            assert decoder.step().shape == (2, VOCAB)
+    assert len(record.calls) > 100
+    assert {tensor.device.type for _, tensors in record.calls for tensor in tensors} == {"cuda"}
+
+
+@pytest.mark.parametrize("memory", ["none", "depth", "time"])
+def test_weights_are_cast_once(memory):
+    model = make_model(MEMORIES[memory], torch.float32).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        decoder = make_decoder(model, 8)
+        with OperatorRecord() as record:
+            decoder(PROMPT[:, 0])
+    weights = {weight.data_ptr() for weight in model.parameters() if weight.dim() == 2}
+    readers = {name for name, tensors in record.calls if any(tensor.data_ptr() in weights for tensor in tensors)}
+    assert "aten.embedding.default" in readers
+    assert readers.isdisjoint(f"aten.{name}.default" for name in ("_to_copy", "cat", "mm", "addmm", "bmm"))
 
 
 def test_sampling_is_reproducible_with_a_generator():

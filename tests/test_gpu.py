@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
+from stackexp.models.generation import Decoder, generate
 from stackexp.models.transformer import Cache, Transformer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -92,6 +93,30 @@ def test_cached_logits_match_full_forward(name, chunks):
     with torch.no_grad():
         logits = torch.cat([model(part, cache).logits for part in tokens.split(chunks, 1)], 1)
         torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MEMORIES)
+@torch.no_grad()
+def test_the_graph_of_a_decoding_step_matches_a_growing_cache(name, precision):
+    model, tokens = make_model(MEMORIES[name]).eval(), make_tokens()
+    caches = Cache(), Cache()
+    with torch.autocast("cuda", torch.bfloat16, enabled=precision == torch.bfloat16):
+        for cache in caches:
+            model(tokens[:, :8], cache)
+        decoder = Decoder(model, caches[0], B, T)
+        for new in tokens[:, 8:].split(1, 1):
+            expected = model(new, caches[1]).logits[:, -1]
+            tolerance = {"rtol": 1e-3, "atol": 1e-4} if precision == torch.float32 else {"rtol": 0.05, "atol": 0.1}
+            torch.testing.assert_close(decoder(new[:, 0]), expected, **tolerance)
+    assert decoder.graph is not None
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_greedy_tokens_on_the_gpu_match_the_cpu(name):
+    model, tokens = make_model(MEMORIES[name]).double(), make_tokens()[:, :5]
+    on_gpu = generate(model, tokens, 20, temperature=0).cpu()
+    assert torch.equal(on_gpu, generate(model.cpu(), tokens.cpu(), 20, temperature=0))
 
 
 @pytest.mark.parametrize("name", ["depth", "queue"])

@@ -19,7 +19,7 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16}
 def inference_mode(model: nn.Module, precision: str) -> Iterator[None]:
     """Run a model in eval mode, without gradients and compilation, in the precision of `trainer.precision`.
 
-    Compilation is off because inputs of many lengths would each compile again.
+    Compilation is off because inputs of many lengths would each compile again. Under bf16-mixed, weights are cast once.
     """
     was_training, dtype = model.training, AUTOCAST.get(precision)
     device = next(model.parameters()).device
@@ -35,16 +35,19 @@ def inference_mode(model: nn.Module, precision: str) -> Iterator[None]:
         model.train(was_training)
 
 
-def continue_text(model: Transformer, tokenizer: Tokenizer, prompt: str, *, seed: int, **sampling: Any) -> str:
+def continue_text(
+    model: Transformer, tokenizer: Tokenizer, prompt: str, *, precision: str, seed: int, **sampling: Any
+) -> str:
     """Return the prompt and its continuation, up to the end of the document. An empty prompt starts a document.
 
-    `sampling` are max_new_tokens, temperature and top_p of `models.generation.generate`.
+    `precision` is `trainer.precision`. `sampling` are max_new_tokens, temperature and top_p of
+    `models.generation.generate`.
     """
     device = next(model.parameters()).device
     end = get_end_of_text_id(tokenizer)
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids  # as in the training data
     tokens = torch.tensor([ids or [end]], device=device)
     generator = torch.Generator(device).manual_seed(seed)
-    with torch.compiler.set_stance("force_eager"):  # a few tokens are not worth compiling for
+    with inference_mode(model, precision):
         tokens = generate(model, tokens, generator=generator, stop_token=end, **sampling)
     return tokenizer.decode(tokens[0].tolist())

@@ -76,14 +76,10 @@ class LoadedRun:
         ids = self._encode("generate", prompt)
         if len(ids) > (context := self.config.data.context_length):
             log.warning(f"the prompt has {len(ids):,} tokens, more than the {context:,} of a training sequence")
-        sampling: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "seed": seed,
-        }
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
         assert self.tokenizer is not None
-        return continue_text(self.model, self.tokenizer, prompt, **sampling)
+        precision = self.config.trainer.precision
+        return continue_text(self.model, self.tokenizer, prompt, precision=precision, seed=seed, **sampling)
 
     def logits(self, text: str | list[int]) -> Tensor:
         """Return the logits [T, V] of a text or of token ids, float32 on the CPU; row t predicts token t + 1.

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import build_document_mask, find_document_bounds
 from stackexp.errors import ConfigError, first_line
-from stackexp.models.layers import Linear, apply_linears
+from stackexp.models.layers import Linear, apply_linears, get_matmul_dtype
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -60,11 +60,15 @@ def compute_rope_frequencies(config: TransformerConfig, like: Tensor) -> Tensor:
     return kept * frequencies + (1 - kept) * frequencies / config.rope_factor
 
 
-def build_rope_table(config: TransformerConfig, start: int, length: int, like: Tensor) -> Tensor:
+Position = int | Tensor
+"""The position of a token. A tensor, int64 [1], is read on the device, so a CUDA graph can advance it."""
+
+
+def build_rope_table(config: TransformerConfig, start: Position, length: int, like: Tensor) -> Tensor:
     """Return cosines and sines for positions start .. start+length-1: [2, length, head size / 2], at least float32."""
     frequencies = compute_rope_frequencies(config, like)
-    positions = torch.arange(start, start + length, device=like.device, dtype=frequencies.dtype)
-    angles = positions.outer(frequencies)
+    positions = start + torch.arange(length, device=like.device)
+    angles = positions.to(frequencies.dtype).outer(frequencies)
     return torch.stack([angles.cos(), angles.sin()])
 
 
@@ -79,50 +83,42 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
-def build_sinusoidal_table(size: int, start: int, length: int, like: Tensor) -> Tensor:
+def build_sinusoidal_table(size: int, start: Position, length: int, like: Tensor) -> Tensor:
     """Return the encodings of positions start .. start+length-1: [length, size], at least float32.
 
     Element 2i of position p is sin(p / 10000^(2i/size)), element 2i+1 the cosine (Vaswani et al. 2017, section 3.5).
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     frequencies = SINUSOIDAL_BASE ** (-torch.arange(0, size, 2, device=like.device, dtype=dtype) / size)
-    angles = torch.arange(start, start + length, device=like.device, dtype=dtype).outer(frequencies)
+    angles = (start + torch.arange(length, device=like.device)).to(dtype).outer(frequencies)
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)
 
 
-def compute_alibi_slopes(num_heads: int) -> list[float]:
-    """Return one slope per head (Press et al. 2022).
+def compute_alibi_slopes(num_heads: int, like: Tensor) -> Tensor:
+    """Return one slope per head [heads] (Press et al. 2022), at least float32.
 
     For n heads, n a power of two, they are 2^(-8 h / n), h = 1 .. n. For other n, take the slopes for the next lower
     power of two, then every second slope for the next higher one.
     """
     lower = 2 ** int(math.log2(num_heads))
-    slopes = [2 ** (-8 * h / lower) for h in range(1, lower + 1)]
-    return slopes + [2 ** (-8 * h / (2 * lower)) for h in range(1, 2 * lower, 2)][: num_heads - lower]
-
-
-def build_alibi_bias(num_heads: int, start: int, length: int, causal: bool, like: Tensor) -> Tensor:
-    """Return the score bias -slope |i - j| of query i and key j: [1, heads, length, start+length], at least float32.
-
-    The queries are the last `length` of start+length tokens. Keys after a query have -inf if `causal`.
-    """
     dtype = torch.promote_types(like.dtype, torch.float32)
-    positions = torch.arange(start + length, device=like.device, dtype=dtype)
-    offset = positions - positions[start:, None]  # j - i [T, S]
-    slopes = torch.tensor(compute_alibi_slopes(num_heads), dtype=dtype)
-    slopes = slopes.to(like.device, non_blocking=True)  # torch.tensor(..., device="cuda") waits for the GPU
-    bias = -slopes[:, None, None] * offset.abs()
+    heads = torch.arange(1, num_heads + 1, device=like.device, dtype=torch.float64)  # copying a list waits for the GPU
+    return torch.exp2(-8 / lower * torch.where(heads <= lower, heads, heads - lower - 0.5)).to(dtype)
+
+
+def build_alibi_bias(num_heads: int, start: Position, length: int, num_keys: int, causal: bool, like: Tensor) -> Tensor:
+    """Return the score bias -slope |i - j| of query i and key j: [1, heads, length, num_keys], at least float32.
+
+    The queries are at start .. start+length-1, the keys at 0 .. num_keys-1. Keys after a query have -inf if `causal`.
+    """
+    offset = compute_distances(start, length, num_keys, like.device).neg()
+    bias = -compute_alibi_slopes(num_heads, like)[:, None, None] * offset.abs()
     return (bias.masked_fill(offset > 0, -torch.inf) if causal else bias)[None]
 
 
-def build_window_mask(window: int, start: int, length: int, device: torch.device) -> Tensor:
-    """Return a causal mask, bool [1, 1, length, start+length]: a query attends to its own key and `window` - 1 before.
-
-    The queries are the last `length` of start+length tokens.
-    """
-    positions = torch.arange(start + length, device=device)
-    distance = positions[start:, None] - positions  # i - j [T, S]
-    return ((distance >= 0) & (distance < window))[None, None]
+def compute_distances(start: Position, length: int, num_keys: int, device: torch.device) -> Tensor:
+    """Return i - j of queries i = start .. start+length-1 and keys j = 0 .. num_keys-1: int64 [length, num_keys]."""
+    return (start + torch.arange(length, device=device))[:, None] - torch.arange(num_keys, device=device)
 
 
 def compute_query_scale(config: TransformerConfig, positions: Tensor, like: Tensor) -> Tensor:
@@ -183,7 +179,8 @@ def check_backend(backend: str, device_type: str) -> None:
 def build_mask(
     config: TransformerConfig,
     h: Tensor,
-    num_cached: int | None = None,
+    first_query: Position | None = None,
+    num_keys: int | None = None,
     documents: Tensor | None = None,
     document_bounds: Tensor | None = None,
 ) -> Any:
@@ -194,12 +191,15 @@ def build_mask(
     Args:
         config: The model's options.
         h: Hidden states of T tokens.
-        num_cached: The number of keys in the cache; None without a cache. With a cache the format is that of sdpa.
+        first_query: The index of h's first token among the keys; None without a cache. With a cache, the format is
+            that of sdpa.
+        num_keys: The number of keys; by default those up to h's last token.
         documents: Document ids [B, T]; see `Transformer.forward`.
         document_bounds: The result of `find_document_bounds(documents)`, if known.
     """
-    if config.attention == "sdpa" or num_cached is not None:
-        return _build_dense_mask(config, h, num_cached or 0, documents)
+    if config.attention == "sdpa" or first_query is not None:
+        start = 0 if first_query is None else first_query
+        return _build_dense_mask(config, h, start, num_keys, documents)
     if config.attention == "flex":
         return _build_flex_mask(config, h, documents)
     if documents is None:
@@ -207,25 +207,30 @@ def build_mask(
     return find_document_bounds(documents) if document_bounds is None else document_bounds
 
 
-def _build_dense_mask(config: TransformerConfig, h: Tensor, num_cached: int, documents: Tensor | None) -> Tensor | None:
+def _build_dense_mask(
+    config: TransformerConfig, h: Tensor, start: Position, num_keys: int | None, documents: Tensor | None
+) -> Tensor | None:
     """Return a mask [B or 1, heads or 1, T, S]: True for keys to attend to, or with ALiBi a float score bias."""
-    length = h.shape[1]
+    length, window, has_room = h.shape[1], config.attention_window, num_keys is not None
+    num_keys = num_keys if has_room else start + length
     mask = None if documents is None else build_document_mask(documents)
-    if config.attention_window:
-        window = build_window_mask(config.attention_window, num_cached, length, h.device)
-        mask = window if mask is None else mask & window
-    if config.positional != "alibi":
+    if window or has_room or (start and length > 1):
+        distances = compute_distances(start, length, num_keys, h.device)
+        visible = ((distances >= 0) & (distances < (window or num_keys)))[None, None]
+        mask = visible if mask is None else mask & visible
+    if config.positional != "alibi" and not has_room:
         return mask
-    bias = build_alibi_bias(config.num_heads, num_cached, length, config.causal, h)
-    return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    bias = h.new_zeros(())  # sdpa would convert a mask of bools in each layer
+    if config.positional == "alibi":
+        bias = build_alibi_bias(config.num_heads, start, length, num_keys, config.causal, h)
+    bias = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    return bias.to(get_matmul_dtype(h))
 
 
 def _build_flex_mask(config: TransformerConfig, h: Tensor, documents: Tensor | None) -> FlexMask:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    has_alibi = config.positional == "alibi"
-    slopes = torch.tensor(compute_alibi_slopes(config.num_heads)) if has_alibi else None
-    slopes = slopes if slopes is None else slopes.to(h.device, non_blocking=True)
+    slopes = compute_alibi_slopes(config.num_heads, h) if config.positional == "alibi" else None
     if not config.causal:
         return FlexMask(None, slopes)
 
@@ -251,7 +256,6 @@ def _kernel_window(config: TransformerConfig) -> tuple[int, int]:
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """Attend with torch's scaled_dot_product_attention. A mask replaces `causal`."""
     if mask is not None:
-        mask = mask.to(q.dtype) if mask.is_floating_point() else mask
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=_is_grouped(q, k))
     if not q.is_cuda:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=_is_grouped(q, k))
@@ -286,13 +290,15 @@ def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def sdpa_with_cache(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attend causally from T queries to k and v [B, kv heads, S, D], whose last T tokens are those of the queries."""
-    num_queries, num_keys = q.shape[2], k.shape[2]
-    if num_queries == num_keys:
+    """Attend causally from q [B, heads, T, D] to k and v [B, kv heads, S, D]. Without a mask, T is 1 or S."""
+    num_kv_heads = k.shape[1]
+    if q.shape[2] > 1:
         return sdpa(q, k, v, mask, causal=True)
-    if mask is None and num_queries > 1:
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
-    return sdpa(q, k, v, mask, causal=False)
+    # The query heads that share keys become queries of one head; some kernels would repeat the keys for each of them
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask.unflatten(1, (num_kv_heads, -1)).squeeze(3)
+    y = sdpa(q.squeeze(2).unflatten(1, (num_kv_heads, -1)), k, v, mask, causal=False)
+    return y.flatten(1, 2).unsqueeze(2)
 
 
 def flex(kernel: Callable, q: Tensor, k: Tensor, v: Tensor, mask: FlexMask, causal: bool) -> Tensor:
@@ -373,8 +379,25 @@ def _compile(kernel: Callable) -> Callable:
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values of one layer, each [B, kv heads, S, head size]."""
 
-LayerCache = KeysValues | tuple[()] | None
+
+class FixedKeysValues(NamedTuple):
+    """Keys and values of one layer with room for later tokens. They are updated in place."""
+
+    keys: Tensor  # [B, kv heads, max length, head size]
+    values: Tensor
+    position: Tensor  # int64 [1], the index of the next token
+
+
+LayerCache = KeysValues | FixedKeysValues | tuple[()] | None
 """Keys and values of earlier tokens, or () before the first token. None without a cache."""
+
+
+def append_keys_values(cache: LayerCache, k: Tensor, v: Tensor) -> KeysValues:
+    """Return the cached keys and values with those of the next tokens [B, kv heads, T, head size]."""
+    if isinstance(cache, FixedKeysValues):
+        keys, values, position = cache
+        return keys.index_copy_(2, position, k), values.index_copy_(2, position, v)
+    return (torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)) if cache else (k, v)
 
 
 class Positions(NamedTuple):
@@ -422,7 +445,6 @@ class Attention(nn.Module):
         if kv_cache is None:
             y = self.attend(q, k, v, mask, self.causal)
         else:
-            if kv_cache:
-                k, v = torch.cat([kv_cache[0], k], 2), torch.cat([kv_cache[1], v], 2)
+            k, v = append_keys_values(kv_cache, k, v)
             y = sdpa_with_cache(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).flatten(2)), (k, v)

@@ -4,8 +4,69 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stackexp.models.transformer import Cache, Transformer
+
+MASK_ALIGNMENT = 16  # kernels of masked attention copy a mask whose length is not a multiple of this
+
+
+class Decoder:
+    """Runs a model on one new token per sequence, on CUDA by replaying a CUDA graph.
+
+    Weights are cast only once, by the cache of autocast, if all calls are within one autocast context.
+
+    A graph requires constant shapes. Keys and values are allocated in full; the states of memories over time may grow
+    first, and some (stack attention) always grow, so that there is never a graph.
+    """
+
+    def __init__(self, model: Transformer, cache: Cache, batch_size: int, max_length: int) -> None:
+        """Prepare to extend the sequences in `cache`, which no other caller uses then, to `max_length` tokens."""
+        device = next(model.parameters()).device
+        cache.fix_size(-(-max_length // MASK_ALIGNMENT) * MASK_ALIGNMENT, device)
+        self.model, self.cache = model, cache
+        self.tokens = torch.empty(batch_size, 1, dtype=torch.int64, device=device)
+        self.has_fixed_states = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Return the logits [B, V] after the next tokens [B]. The next call may overwrite them."""
+        self.tokens.copy_(tokens[:, None])
+        if not self.has_fixed_states:
+            return self._grow()
+        if self.tokens.device.type != "cuda":
+            return self.step()
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # other threads may load data
+                self.logits = self.step()
+        self.graph.replay()
+        return self.logits
+
+    def _grow(self) -> Tensor:
+        """Run a step whose memory states may have other shapes than before."""
+        before = _list_shapes(self.cache.states)
+        logits = self.model(self.tokens, self.cache).logits[:, -1]
+        self.has_fixed_states = None not in before and _list_shapes(self.cache.states) == before
+        if self.has_fixed_states:
+            self.cache.states = tree_map_only(Tensor, Tensor.clone, self.cache.states)  # none shares its memory
+        return logits
+
+    def step(self) -> Tensor:
+        """Run `self.tokens` and update all states in place; without synchronization, for a CUDA graph."""
+        states = dict(self.cache.states)
+        logits = self.model(self.tokens, self.cache).logits[:, -1]
+        new = [state.clone() for state in tree_leaves(self.cache.states)]  # a new state may be part of another old one
+        for state, value in zip(tree_leaves(states), new, strict=True):
+            state.copy_(value)
+        self.cache.states = states
+        return logits
+
+
+def _list_shapes(states: dict) -> list[torch.Size | None]:
+    """Return the shape of each tensor in the states; None for other objects."""
+    return [leaf.shape if isinstance(leaf, Tensor) else None for leaf in tree_leaves(states)]
 
 
 @torch.no_grad()
@@ -29,17 +90,20 @@ def generate(
     """
     was_training = model.training
     model.eval()
-    cache, new, start = Cache(), tokens, tokens.shape[1]
-    has_stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    (batch_size, start), cache = tokens.shape, Cache()
+    has_stopped = torch.zeros(batch_size, dtype=torch.bool, device=tokens.device)
     try:
-        for _ in range(max_new_tokens):
-            logits = model(new, cache).logits[:, -1]
-            token = sample_tokens(logits, temperature, top_p, generator)
+        for n in range(max_new_tokens):
+            if n == 0:
+                logits = model(tokens, cache).logits[:, -1]
+                decoder = Decoder(model, cache, batch_size, start + max_new_tokens - 1)
+            else:
+                logits = decoder(tokens[:, -1])
+            new = sample_tokens(logits, temperature, top_p, generator)
             if stop_token is not None:
-                token = torch.where(has_stopped, stop_token, token)
-                has_stopped = token == stop_token
-            new = token[:, None]
-            tokens = torch.cat([tokens, new], 1)
+                new = torch.where(has_stopped, stop_token, new)
+                has_stopped = new == stop_token
+            tokens = torch.cat([tokens, new[:, None]], 1)
             if should_stop is not None:
                 has_stopped |= has_stopped.new_tensor(should_stop(tokens[:, start:]))
             if has_stopped.all():

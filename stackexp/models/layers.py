@@ -79,6 +79,12 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def get_matmul_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products with x, under autocast if it is enabled."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+
+
 def init_weight_(weight: Tensor, config: TransformerConfig, output_of_layer: int | None = None) -> None:
     """Initialize a weight [..., fan_in] in place.
 

@@ -15,8 +15,10 @@ from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import compute_document_positions
 from stackexp.models.attention import (
     Attention,
+    FixedKeysValues,
     KeysValues,
     LayerCache,
+    Position,
     Positions,
     build_mask,
     build_rope_table,
@@ -187,9 +189,29 @@ class DecoderOutput(NamedTuple):
 class Cache:
     """Keys, values and memory states of the tokens processed so far; `forward` reads and advances it."""
 
-    length: int = 0
+    length: Position = 0
     keys_values: dict[int, KeysValues] = field(default_factory=dict)  # by layer; at most `attention_window` tokens
     states: dict[int, State] = field(default_factory=dict)  # memory states; see `Transformer._run_layers`
+    max_length: int | None = None  # None: keys and values grow
+
+    def fix_size(self, max_length: int, device: torch.device) -> None:
+        """Allocate keys and values for `max_length` tokens in total; all later ones come one by one.
+
+        Length, keys and values are then updated in place, so that a CUDA graph can repeat the pass of one token.
+        With `attention_window`, only the window before is filled.
+        """
+        for layer, keys_values in self.keys_values.items():
+            first = self.length - keys_values[0].shape[2]
+            padding = (0, 0, first, max_length - self.length)
+            self.keys_values[layer] = tuple(F.pad(x, padding) for x in keys_values)
+        self.length, self.max_length = torch.tensor([self.length], device=device), max_length
+
+    def get_layer(self, layer: int) -> LayerCache:
+        """Return the keys and values of one layer."""
+        if self.max_length is None:
+            return self.keys_values.get(layer, ())
+        assert isinstance(self.length, Tensor)
+        return FixedKeysValues(*self.keys_values[layer], self.length)
 
 
 class Transformer(nn.Module):
@@ -324,27 +346,28 @@ class Transformer(nn.Module):
         the state passes from layer to layer; with one key per layer (time), it stays in the layer. States in the
         cache last from token to token (time, token_major); otherwise they last for this call (depth).
         """
-        start, length = cache.length if cache else 0, h.shape[1]
-        max_cached = self.config.attention_window - 1 if self.config.attention_window else start + length
-        num_cached = min(start, max_cached) if cache else None
-        mask = build_mask(self.config, h, num_cached, documents, document_bounds)
+        start, length, window = cache.length if cache else 0, h.shape[1], self.config.attention_window
+        num_keys = cache.max_length if cache else None
+        first_query = min(start, window - 1) if window and num_keys is None else start
+        mask = build_mask(self.config, h, first_query if cache else None, num_keys, documents, document_bounds)
         h, positions = self._encode_positions(h, start, documents)
-        states = cache.states if cache and self.axis != "depth" else {}
-        stats = []
+        axis, stats = self.axis, []
+        states = cache.states if cache and axis not in (None, "depth") else {}
         for i, layer in enumerate(self.layers):
-            key = i if self.axis == "time" else 0
-            kv_cache = cache.keys_values.get(i, ()) if cache else None
+            key = i if axis == "time" else 0
+            kv_cache = cache.get_layer(i) if cache else None
             h, states[key], keys_values, of_layer = layer(
                 h, states.get(key), positions, kv_cache, mask, probe=probe, recompute=self.checkpoint_blocks
             )
             stats += of_layer
-            if cache and (num_cached := min(start + length, max_cached)):
-                cache.keys_values[i] = tuple(x[:, :, -num_cached:] for x in keys_values)
+            if cache and num_keys is None:
+                num_unused = max(0, keys_values[0].shape[2] + 1 - window) if window else 0
+                cache.keys_values[i] = tuple(x[:, :, num_unused:] for x in keys_values)
         if cache:
             cache.length += length
         return h, stats
 
-    def _encode_positions(self, h: Tensor, start: int, documents: Tensor | None) -> tuple[Tensor, Positions]:
+    def _encode_positions(self, h: Tensor, start: Position, documents: Tensor | None) -> tuple[Tensor, Positions]:
         """Return h [B, T, d] with sinusoidal encodings, if configured, and the positional inputs of attention.
 
         Sinusoids are added to sqrt(d) h (Vaswani et al. 2017, section 3.4), because h is small compared with them.
@@ -359,7 +382,7 @@ class Transformer(nn.Module):
             table = build_sinusoidal_table(config.hidden_size, start, length, h)
             h = math.sqrt(config.hidden_size) * h + table[positions].to(h.dtype)
         if config.attention_log_base:
-            scale = compute_query_scale(config, torch.arange(start, start + length, device=h.device)[positions], h)
+            scale = compute_query_scale(config, (start + torch.arange(length, device=h.device))[positions], h)
             scale = scale if documents is None else scale.unsqueeze(1)
         return h, Positions(rope, scale)
 

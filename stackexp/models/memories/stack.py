@@ -21,7 +21,7 @@ from stackexp import stack
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.errors import RunError
-from stackexp.models.layers import init_weight_
+from stackexp.models.layers import get_matmul_dtype, init_weight_
 from stackexp.models.memories.base import Memory, Stats, average_actions
 from stackexp.stack.dispatch import choose_projection_module
 
@@ -91,7 +91,7 @@ class StackMemory(Memory):
         heads, size = self.config.num_heads, self.config.head_dim
         if self.axis != "depth":
             return stack.empty((h.shape[0], heads), self.num_slots, size, like=h)
-        dtypes = {"auto": _get_matmul_dtype(h), "float32": torch.float32, "bfloat16": torch.bfloat16}
+        dtypes = {"auto": get_matmul_dtype(h), "float32": torch.float32, "bfloat16": torch.bfloat16}
         return stack.empty(
             (*h.shape[:2], heads),
             self.num_slots,
@@ -128,7 +128,7 @@ class StackMemory(Memory):
         is_small = config.num_heads * max(config.head_dim, NUM_ACTIONS) <= MAX_FUSED_SIZE
         if not is_small or config.projection != "low_rank" or config.residual_gate != "hidden":
             return None
-        return choose_projection_module(h, _get_matmul_dtype(h))
+        return choose_projection_module(h, get_matmul_dtype(h))
 
     def project_fused(self, h: Tensor, kernels: ModuleType) -> tuple[Tensor, Tensor, Any]:
         """Return x [B, T, H, D] and logits [B, T, H, 3] as `project`, and the link to `kernels.project_up`."""
@@ -137,7 +137,7 @@ class StackMemory(Memory):
 
     def run_project_down(self, h: Tensor, kernels: ModuleType, actions: Tensor | None) -> tuple:
         """Return what `kernels.project_down` returns."""
-        heads, dtype = self.config.num_heads, _get_matmul_dtype(h)
+        heads, dtype = self.config.num_heads, get_matmul_dtype(h)
         return kernels.project_down(h, self.down, actions, self.up, self.gate, heads, dtype)
 
     def add_read(self, h: Tensor, read: Tensor) -> Tensor:
@@ -236,11 +236,6 @@ class StackMemory(Memory):
 def new_parameter(*shape: int) -> nn.Parameter:
     """Return an uninitialized parameter."""
     return nn.Parameter(torch.empty(shape))
-
-
-def _get_matmul_dtype(h: Tensor) -> torch.dtype:
-    device_type = h.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else h.dtype
 
 
 @torch.no_grad()

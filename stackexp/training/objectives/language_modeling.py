@@ -71,8 +71,9 @@ class LanguageModelingObjective(Objective):
         sample, tokenizer = None, session.data.tokenizer
         can_generate = not self.config.trainer.is_sharded  # it needs the whole model on one device
         if tokenizer is not None and can_generate:
-            model = session.module.model
-            sample = continue_text(model, tokenizer, prompt="", max_new_tokens=60, temperature=0.8, top_p=0.95, seed=0)
+            options: dict[str, Any] = {"max_new_tokens": 60, "temperature": 0.8, "top_p": 0.95, "seed": 0}
+            precision = self.config.trainer.precision
+            sample = continue_text(session.module.model, tokenizer, prompt="", precision=precision, **options)
         return result | {"sample": sample}
 
     def list_score_tags(self, set_names: list[str]) -> list[str]:
