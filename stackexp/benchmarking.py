@@ -1,8 +1,8 @@
 """The cost of a memory in a whole model, in multiples of the plain Transformer, by paired measurements.
 
 Subjects alternate in one process, so that changes of the machine's speed affect all. The measurements are a training
-step (forward, backward, AdamW), a forward pass without gradients (prefill), one token after it (decode), and on CUDA
-the peak memory. Tokens are random, because no measurement depends on their values.
+step (forward, backward, AdamW), a forward pass without gradients (prefill), one token after it (decode), as `generate`
+runs it, and on CUDA the peak memory. Tokens are random, because no measurement depends on their values.
 """
 
 import argparse
@@ -21,12 +21,14 @@ from stackexp import stack
 from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.models.cross_entropy import NextTokenLoss
+from stackexp.models.generation import Decoder
 from stackexp.models.transformer import Cache
 from stackexp.runs import describe_environment
 from stackexp.training.callbacks.steps import get_peak_flops
 
 WARMUP_ROUNDS = 3  # kernels are compiled, allocators filled
 PEAK_ROUNDS = 10
+DECODE_WARMUP, DECODE_TOKENS = 5, 20  # on CUDA, the second token captures a graph
 Subject = TypeVar("Subject")
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -135,6 +137,14 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / min(seconds)
 
 
+def measure_bandwidth(device: torch.device) -> float:
+    """Return the bytes per second that a large copy reads and writes."""
+    source = torch.ones(2**31 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = [measure_seconds(lambda: target.copy_(source)) for _ in range(WARMUP_ROUNDS + PEAK_ROUNDS)]
+    return 2 * len(source) / min(seconds)
+
+
 def write_record(path: Path | None, rows: Any, **details: Any) -> dict[str, Any]:
     """Return rows with environment (hardware, versions, commit, command), and write them as JSON if there is a path."""
     record = {"environment": describe_environment(), **details, "rows": rows}
@@ -146,6 +156,13 @@ def write_record(path: Path | None, rows: Any, **details: Any) -> dict[str, Any]
 TRANSFORMER = "transformer"
 ALSO_BY_REFERENCE = ("stacktrans", "full_dim")
 """Memories that are also measured with the reference implementation, to show the gain."""
+
+
+class Ceilings(NamedTuple):
+    """What a device reaches on large tensors."""
+
+    flops: float  # per second, of a matrix product
+    bandwidth: float  # bytes per second, of a copy
 
 
 class Case(NamedTuple):
@@ -198,23 +215,28 @@ class BenchmarkedModel:
         with self._mode(training=False):
             self.model(self.tokens)
 
-    def fill_cache(self) -> Cache:
-        """Return a cache of all tokens except the last."""
-        cache = Cache()
-        with self._mode(training=False):
-            self.model(self.tokens[:, :-1], cache)
-        return cache
+    def measure_decode(self) -> float:
+        """Return the seconds of a token after all others: the median of DECODE_TOKENS."""
+        cache, (batch_size, length), seconds = Cache(), self.tokens.shape, []
+        with self._mode(training=False), torch.compiler.set_stance("force_eager"):  # as in `generate`
+            self.model(self.tokens, cache)
+            decoder = Decoder(self.model, cache, batch_size, length + DECODE_WARMUP + DECODE_TOKENS)
+            for _ in range(DECODE_WARMUP + DECODE_TOKENS):
+                seconds.append(measure_seconds(lambda: decoder(self.tokens[:, 0])))
+        return statistics.median(seconds[DECODE_WARMUP:])
 
-    def decode(self, cache: Cache) -> None:
-        """Run one token after those in the cache."""
-        with self._mode(training=False):
-            self.model(self.tokens[:, -1:], cache)
+    def count_decode_bytes(self) -> int:
+        """Return the bytes that a token must read: all weights, and the keys and values of the others."""
+        config, weights = self.config.model, self.model.num_parameters()
+        if not config.tie_embeddings:
+            weights -= self.model.embedding.weight.numel()  # a lookup reads one row
+        keys = self.tokens.numel() * config.num_layers * config.num_kv_heads * config.hidden_size // config.num_heads
+        return (weights + 2 * keys) * (2 if "bf16" in self.config.trainer.precision else 4)
 
     def measure(self) -> dict[str, float]:
         """Return the seconds of each pass, and on CUDA the peak bytes of a training step of this model alone."""
         result = {"train": measure_seconds(self.train), "prefill": measure_seconds(self.prefill)}
-        cache = self.fill_cache()
-        result["decode"] = measure_seconds(lambda: self.decode(cache))
+        result["decode"] = self.measure_decode()
         if (allocated := measure_peak_bytes(self.train)) is not None:
             result["memory"] = self._resident_bytes + allocated
         return result
@@ -229,16 +251,16 @@ def measure_efficiency(
         cases += [Case(memory), *[Case(memory, "reference")] * (memory in ALSO_BY_REFERENCE)]
     base = BenchmarkedModel(cases[0], configs, overrides, device)
     dtype = torch.bfloat16 if "bf16" in base.config.trainer.precision else torch.float32
-    peak = measure_peak_flops(device, dtype)
+    ceilings = Ceilings(measure_peak_flops(device, dtype), measure_bandwidth(device))
     for case in cases:
-        row = _measure_case(case, base, configs, overrides, rounds, peak)
+        row = _measure_case(case, base, configs, overrides, rounds, ceilings)
         gc.collect()
         torch.cuda.empty_cache()
         yield row
 
 
 def _measure_case(
-    case: Case, base: BenchmarkedModel, configs: list[str], overrides: list[str], rounds: int, peak: float
+    case: Case, base: BenchmarkedModel, configs: list[str], overrides: list[str], rounds: int, ceilings: Ceilings
 ) -> dict[str, Any]:
     """Return the row of a case; if it does not fit on the GPU, the row has an `error` instead of measurements."""
     try:
@@ -246,7 +268,7 @@ def _measure_case(
         base_results, results = alternate([base, subject], BenchmarkedModel.measure, rounds)
     except torch.OutOfMemoryError:
         return {"model": case.model, "implementation": case.implementation, "error": "out of memory"}
-    return _summarize(subject, results, base_results) | _compute_shares(subject, results, peak)
+    return _summarize(subject, results, base_results) | _compute_shares(subject, results, ceilings)
 
 
 def _summarize(subject: BenchmarkedModel, own: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, Any]:
@@ -262,9 +284,14 @@ def _summarize(subject: BenchmarkedModel, own: list[dict[str, float]], base: lis
     return row
 
 
-def _compute_shares(subject: BenchmarkedModel, own: list[dict[str, float]], measured_peak: float) -> dict[str, float]:
-    """Return tokens/s, the model FLOP/s over those of a large matrix product, and MFU: over the vendor's figure."""
+def _compute_shares(subject: BenchmarkedModel, own: list[dict[str, float]], ceilings: Ceilings) -> dict[str, float]:
+    """Return tokens/s, the shares of the ceilings, and MFU: the share of the vendor's figure.
+
+    `decode_bound`: the seconds in which a copy moves as many bytes as a token of decoding must read.
+    """
     tokens_per_second = subject.tokens.numel() / statistics.median(result["train"] for result in own)
     flops = subject.model.flops_per_token(subject.config.data.context_length) * tokens_per_second
-    shares = {"tokens_per_second": tokens_per_second, "peak_share": flops / measured_peak}
+    bound = subject.count_decode_bytes() / ceilings.bandwidth
+    shares = {"tokens_per_second": tokens_per_second, "peak_share": flops / ceilings.flops}
+    shares |= {"decode_bound": bound, "bandwidth_share": bound / statistics.median(result["decode"] for result in own)}
     return shares | ({"mfu": flops / peak} if (peak := get_peak_flops(subject.device)) else {})

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import runpy
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 
 from stackexp import benchmarking, cli, stack
 from stackexp.config.compose import compose
+from stackexp.reports import efficiency
 from stackexp.stack import dispatch
 from stackexp.tables import ABSENT
 
@@ -137,6 +139,7 @@ def test_efficiency_reports_multiples_of_the_transformer(tmp_path, capsys):
             assert 0 < low <= row[f"{quantity}_ratio"] <= high
         assert row["tokens_per_second"] == pytest.approx(16 / row["train"])
         assert 0 < row["peak_share"] < 1
+        assert row["bandwidth_share"] == pytest.approx(row["decode_bound"] / row["decode"])
     for quantity in ("parameters", "flops_per_token"):
         assert record["rows"][1][quantity] > record["rows"][0][quantity]
     assert record["environment"]["versions"]["torch"]
@@ -157,6 +160,8 @@ def test_efficiency_continues_after_a_model_that_does_not_fit(tmp_path, capsys, 
     original, out = benchmarking.BenchmarkedModel.train, tmp_path / "out.json"
     monkeypatch.setattr(benchmarking.BenchmarkedModel, "train", train)
     monkeypatch.setattr(benchmarking, "measure_peak_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr(benchmarking, "measure_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(efficiency, "MAX_CONTROL_ERROR", math.inf)
     only = ["--only", "stacktrans,single_head", "--steps", "1", "--markdown", "--out", str(out)]
     assert cli.main(["bench", "efficiency", *only, *SMALL]) == 0
     rows = json.loads(out.read_text())["rows"]
@@ -165,7 +170,7 @@ def test_efficiency_continues_after_a_model_that_does_not_fit(tmp_path, capsys, 
     assert rows[3]["model"] == "single_head"
     assert rows[3]["train_ratio"] > 0
     row = split_cells(capsys.readouterr().out)[3]
-    assert row == ["stacktrans", *[ABSENT] * 4, *["out of memory"] * 4, "1.16", "1.09", "1.12"]
+    assert row == ["stacktrans", *[ABSENT] * 5, *["out of memory"] * 4, "1.16", "1.09", "1.12"]
     assert cli.main(["report", "efficiency", str(out)]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("stacktrans  ")]
     assert line.count("out of memory") == 4
@@ -175,12 +180,21 @@ def test_efficiency_continues_after_a_model_that_does_not_fit(tmp_path, capsys, 
 def test_efficiency_compiles_the_sublayers_once_for_all_models(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(benchmarking, "measure_peak_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr(benchmarking, "measure_bandwidth", lambda device: 1e10)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     options, graphs = [*SMALL, "model.num_layers=2", "trainer.compile=true"], []
     for _ in benchmarking.measure_efficiency(["single_head", "queue"], ["quickstart"], options, 1, torch.device("cpu")):
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert 0 < graphs[0] == graphs[-1]
+
+
+def test_decoding_reads_weights_keys_and_values_once():
+    for options, unread in (["model.tie_embeddings=true"], 0), (["model.tie_embeddings=false"], 4096 * 16):
+        case = benchmarking.Case("single_head")
+        subject = benchmarking.BenchmarkedModel(case, ["quickstart"], [*SMALL, *options], torch.device("cpu"))
+        keys_and_values = 2 * 2 * 8 * 3 * 2 * 4  # batch, tokens, layers, heads, head size
+        assert subject.count_decode_bytes() == 4 * (subject.model.num_parameters() - unread + keys_and_values)
 
 
 def test_a_case_runs_with_its_own_implementation(monkeypatch):
@@ -191,7 +205,7 @@ def test_a_case_runs_with_its_own_implementation(monkeypatch):
     subject = benchmarking.BenchmarkedModel(case, ["quickstart"], SMALL, torch.device("cpu"))
     subject.train()
     subject.prefill()
-    subject.decode(subject.fill_cache())
+    subject.measure_decode()
     assert set(used) == {"reference"}
 
 

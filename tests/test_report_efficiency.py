@@ -49,6 +49,17 @@ def test_costs_are_compared_with_the_paper(tmp_path, capsys):
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_decode_is_left_out_if_the_control_differs_from_1(tmp_path):
+    rows = [build_row("transformer", 1.0), build_row("stacktrans", 1.1) | {"bandwidth_share": 0.8}]
+    report = build_efficiency(write(tmp_path / "a.json", rows))
+    assert {"decode", "decode: share of bandwidth"} <= set(report.tables[0].header)
+    assert report.tables[0].rows[1][5] == "80.0%"
+    rows[0]["decode_ratio"] = 1.43
+    report = build_efficiency(write(tmp_path / "a.json", rows))
+    assert not [name for name in report.tables[0].header if name.startswith("decode")]
+    assert "Decode is left out: the Transformer measured 1.43 times its own time." in report.notes
+
+
 DAMAGED = ["{", "[]", "{}", '{"rows": []}', '{"rows": [{"model": "x"}]}', '{"rows": ["x"]}', '{"rows": 5}']
 DAMAGED += ['{"rows": [{"model": 5, "train_ratio": 1}]}', '{"rows": [{"model": "x", "train_ratio": 1}]}']
 

@@ -16,12 +16,18 @@ PAPER = {"stacktrans": (1.16, 1.09, 1.12), "single_head": (1.03, 1.04, 1.00), "f
 """Training, inference and memory over the Transformer in arXiv 2507.15343, on the paper's GPUs."""
 QUANTITIES = {"train": "training", "prefill": "inference", "memory": "peak memory"}
 """Keys of the record -> the paper's columns. One token after a filled cache (decode) has no column in the paper."""
+MAX_CONTROL_ERROR = 0.05
+"""Largest difference of a control, the Transformer against itself, from 1."""
 LEGEND = (
-    "Parameters and FLOPs per token: difference from the Transformer. Training, inference, peak memory and decode: "
-    "multiples of the Transformer, medians of alternating rounds, quartiles in parentheses. The first row compares the "
-    "Transformer with itself. Inference is one pass over all tokens; decode is one token after them.",
+    "Parameters and FLOPs per token: difference from the Transformer. Training, inference and peak memory: multiples "
+    "of the Transformer, medians of alternating rounds, quartiles in parentheses. The first row compares the "
+    "Transformer with itself. Inference is one pass over all tokens.",
     "Share of peak: the model's FLOP/s in training over those of a large matrix product on the same device. MFU: over "
     "the vendor's figure.",
+)
+DECODE_LEGEND = (
+    "Decode: one token after all others, as a multiple of the Transformer. Share of bandwidth: the time in which a "
+    "copy moves the weights, keys and values, over that of a token."
 )
 VARIANTS_LEGEND = (
     "Each variant keeps the changes of those above it. A Transformer is compared with the first row, a memory with the "
@@ -42,8 +48,11 @@ def build_report(record: dict[str, Any], path: Path | None = None) -> Report:
     measured = [row for row in record["rows"] if "model" in row]
     rows = {_name_row(row): row for row in measured}
     base, missing = measured[0], [name for name in PAPER if name not in {row["model"] for row in measured}]
-    ratios = QUANTITIES | ({"decode": "decode"} if any("decode_ratio" in row for row in rows.values()) else {})
+    control = base.get("decode_ratio")
+    has_decode = control is not None and abs(control - 1) <= MAX_CONTROL_ERROR
+    ratios = QUANTITIES | ({"decode": "decode"} if has_decode else {})
     speeds = {"tokens_per_second": "tokens/s", "peak_share": "share of peak", "mfu": "MFU"}
+    speeds |= {"bandwidth_share": "decode: share of bandwidth"} if has_decode else {}
     speeds = {key: title for key, title in speeds.items() if any(key in row for row in rows.values())}
     sizes = ("parameters", "flops_per_token")
     table = []
@@ -67,6 +76,10 @@ def build_report(record: dict[str, Any], path: Path | None = None) -> Report:
     hardware = ", ".join(environment.get("gpus") or [environment.get("cpu", {}).get("model", "unknown hardware")])
     when = f"{environment.get('started', '')[:10]}, commit {environment.get('commit')}"
     notes = [*LEGEND, f"Measured on {hardware}, {when}. The paper's hardware differs."]
+    if has_decode:
+        notes.insert(2, DECODE_LEGEND)
+    elif control is not None:
+        notes.insert(2, f"Decode is left out: the Transformer measured {control:.2f} times its own time.")
     if any("variant" in row for row in measured):
         notes.insert(1, VARIANTS_LEGEND)
     elif missing or not any("memory_ratio" in row for row in rows.values()):
