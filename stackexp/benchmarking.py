@@ -159,7 +159,7 @@ ALSO_BY_REFERENCE = ("stacktrans", "full_dim")
 
 
 class Ceilings(NamedTuple):
-    """What a device reaches on large tensors."""
+    """The speed of a device on large tensors."""
 
     flops: float  # per second, of a matrix product
     bandwidth: float  # bytes per second, of a copy
