@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stackexp.stack import StackOutput, dispatch
-from stackexp.stack.triton import depth_step
+from stackexp.stack.triton import coefficients, depth_step
 
 F64 = torch.float64
 DISCIPLINES = ["stack", "queue", "push_only"]
@@ -72,10 +72,12 @@ def make_inputs(case: Case, device: str = "cpu") -> list[Tensor]:
 
 
 def unroll(name: str, case: Case, inputs: list[Tensor], step: Callable | None = None) -> list[StackOutput]:
-    """Return the output of each layer's step, by default that of the implementation."""
+    """Return the output of each layer's step, by default that of the implementation (or "coefficients")."""
     x, logits, query = inputs
-    module, is_triton = dispatch._load_module(dispatch.STEP_MODULES[name]), name == "triton"
-    kwargs = {"dtype": case.state_dtype} if is_triton else {}
+    is_triton, is_coefficients = name == "triton", name == "coefficients"
+    module = coefficients if is_coefficients else dispatch._load_module(dispatch.STEP_MODULES[name])
+    kwargs = {"dtype": case.state_dtype} if is_triton or is_coefficients else {}
+    kwargs |= {"num_updates": case.num_layers} if is_coefficients else {}
     state = module.empty((*case.leading, case.num_heads), case.num_slots, case.head_dim, x, **kwargs)
     options = case.options | ({"checkpoint_every": case.segment} if is_triton else {})
     outputs = []

@@ -17,6 +17,7 @@ from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.memories.stack import NEVER, StackMemory
 from stackexp.models.stack_recording import ACTIONS, Recording, Stack, find_recorded, record_memories, wrap_method
 from stackexp.modules.scores import bootstrap_interval
+from stackexp.stack import StackState
 from stackexp.tables import format_table
 
 TokenBatch = dict[str, Any]
@@ -180,7 +181,8 @@ def _update_changed(
     h: Tensor,
 ) -> tuple[Any, Any]:
     if intervention.state:
-        state = intervention.state(memory, state)
+        is_plain = isinstance(state, Tensor | StackState)  # other states are private to their implementation
+        state = intervention.state(memory, state) if is_plain else memory.empty_state(h)
     if intervention.logits:
         logits = intervention.logits(memory, logits)
     output, state = update(state, x, logits, h)

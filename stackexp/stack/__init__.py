@@ -4,7 +4,7 @@ Create a state with `empty` and pass it from call to call; its contents are priv
 chooses the implementation. `reference` is the specification, against which all others are tested.
 
 Computation runs in float32, or in float64 for float64 inputs, also under autocast. The state has the same dtype, except
-that the Triton depth step may store it in bfloat16.
+that the Triton depth step may store it in 16 bits.
 """
 
 import logging
@@ -16,7 +16,8 @@ from torch import Tensor
 from stackexp.stack import dispatch
 from stackexp.stack.dispatch import IMPLEMENTATIONS, use_implementation
 from stackexp.stack.reference import StackOutput, StackState
-from stackexp.stack.triton import depth_step
+from stackexp.stack.triton import coefficients, depth_step
+from stackexp.stack.triton.coefficients import CoefficientState
 from stackexp.stack.triton.depth_step import DepthState
 
 __all__ = ["IMPLEMENTATIONS", "StackOutput", "StackState", "empty", "scan", "step", "use_implementation"]
@@ -29,7 +30,8 @@ def empty(
     like: Tensor,
     axis: str = "time",
     dtype: torch.dtype | None = None,
-) -> StackState | DepthState:
+    num_updates: int | None = None,
+) -> StackState | DepthState | CoefficientState:
     """Return empty stacks for the leading dimensions `shape` (heads included), on the device of `like`.
 
     Args:
@@ -39,15 +41,19 @@ def empty(
         like: A tensor with the dtype of the pushed vectors.
         axis: "depth" for a state that `step` updates, "time" for one that `scan` updates.
         dtype: The storage dtype of the Triton depth step; by default that of `like`. Ignored elsewhere.
+        num_updates: The number of steps that follow, if it is known. Only then can the Triton depth step use the
+            coefficient form; see `triton/coefficients.py`.
     """
     module = dispatch.choose_state_module(like, axis)
+    if module is depth_step and num_updates and dispatch.uses_coefficients(like, num_updates, num_slots, head_dim):
+        return coefficients.empty(shape, num_slots, head_dim, like[..., :0], num_updates, dtype)
     if module is depth_step:
         return depth_step.empty(shape, num_slots, head_dim, like[..., :0], dtype=dtype)
     return module.empty(shape, num_slots, head_dim, _widen(like[..., :0]))
 
 
 def step(
-    state: StackState | DepthState,
+    state: StackState | DepthState | CoefficientState,
     x: Tensor,
     logits: Tensor,
     query: Tensor | None,
@@ -65,6 +71,9 @@ def step(
         options: num_slots, discipline, read, read_mask; see `reference.step`.
     """
     with torch.autocast(x.device.type, enabled=False):
+        if isinstance(state, CoefficientState):
+            dispatch.log_once(logging.INFO, "stack implementation: triton, in coefficient form")
+            return coefficients.step(state, x, logits, query, **options)
         if isinstance(state, DepthState):
             dispatch.log_once(logging.INFO, "stack implementation: triton")
             if checkpoint_every is not None:

@@ -4,10 +4,11 @@ auto        CPU: numba. CUDA: triton, if it is installed. Otherwise eager.
 reference   the specification; slow
 eager       plain PyTorch, on any device
 numba       compiled kernels for the CPU
-triton      compiled kernels for CUDA
+triton      compiled kernels for CUDA; the depth axis in coefficient form where that moves fewer bytes
 
 auto also selects eager for what the kernels do not support: torch.compile, torch.func, forward-mode differentiation,
-tensor subclasses and dispatch modes (fake tensors, FLOP counters). The Triton depth step does support torch.compile.
+tensor subclasses and dispatch modes (fake tensors, FLOP counters). The Triton depth step does support torch.compile and
+dispatch modes; its coefficient form does not.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from stackexp.stack import eager, reference
-from stackexp.stack.triton import depth_step
+from stackexp.stack.triton import coefficients, depth_step
 
 STEP_MODULES = {"reference": "reference", "eager": "eager", "numba": "numba.time_scan", "triton": "triton.depth_step"}
 SCAN_MODULES = STEP_MODULES | {"triton": "triton.time_scan"}
@@ -62,6 +63,11 @@ def choose_state_module(like: Tensor, axis: str) -> ModuleType:
     if axis == "depth" and (_requested == "triton" or (_requested == "auto" and use_triton)):
         return depth_step
     return eager
+
+
+def uses_coefficients(like: Tensor, num_updates: int, num_slots: int, head_dim: int) -> bool:
+    """Return True if the Triton depth axis has a state in coefficient form for tensors like `like`."""
+    return _is_executed_eagerly(like) and coefficients.is_cheaper(num_updates, num_slots, head_dim)
 
 
 def choose_step_module(x: Tensor) -> ModuleType:

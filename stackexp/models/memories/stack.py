@@ -99,6 +99,7 @@ class StackMemory(Memory):
             like=h,
             axis="depth",
             dtype=dtypes[self.config.state_dtype],
+            num_updates=self.model.num_layers * (2 if self.config.site == "each_sublayer" else 1),
         )
 
     def forward(
