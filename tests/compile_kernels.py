@@ -1,10 +1,11 @@
-"""Compile the Triton kernels for an H100, without a GPU: `python compile_kernels.py depth|scan|projection cases|usual`.
+"""Compile the Triton kernels for an H100, without a GPU: `python compile_kernels.py KERNELS cases|usual`.
 
 Triton's interpreter also runs programs that its compiler rejects.
 """
 
 import functools
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -14,7 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from stackexp import stack
-from stackexp.stack.triton import depth_step
+from stackexp.stack.triton import coefficients, depth_step
 
 
 def use_compiler_only() -> None:
@@ -26,8 +27,12 @@ def use_compiler_only() -> None:
     )
     driver.set_active(h100)
     JITFunction.__getitem__ = lambda self, grid: functools.partial(self.run, grid=grid, warmup=True)
-    load_kernel = depth_step._load_kernel
-    depth_step._load_kernel = lambda name, device: load_kernel(name, torch.device("cuda"))
+    for module in (depth_step, coefficients):
+        module._load_kernel = functools.partial(_load_for_cuda, module._load_kernel)
+
+
+def _load_for_cuda(load_kernel: Callable, name: str, device: torch.device) -> JITFunction:
+    return load_kernel(name, torch.device("cuda"))
 
 
 def compile_depth_steps(sizes: str) -> None:
@@ -38,6 +43,15 @@ def compile_depth_steps(sizes: str) -> None:
     with stack.use_implementation("triton"):
         for case in CASES if sizes == "cases" else [GPU_CASE]:
             depth_steps.compute("triton", case, depth_steps.make_inputs(case))
+
+
+def compile_coefficients(sizes: str) -> None:
+    """Compile the steps in coefficient form of some cases, or those of full_dim of 360m in bfloat16."""
+    import depth_steps
+    from test_coefficients import CASES, GPU_CASE, ROUNDED
+
+    for case in [*CASES[:-1], *ROUNDED] if sizes == "cases" else [GPU_CASE]:
+        depth_steps.compute("coefficients", case, depth_steps.make_inputs(case))
 
 
 def compile_scans(sizes: str) -> None:
@@ -62,6 +76,7 @@ def compile_projections(sizes: str) -> None:
 
 if __name__ == "__main__":
     use_compiler_only()
-    compilers = {"depth": compile_depth_steps, "scan": compile_scans, "projection": compile_projections}
+    compilers = {"depth": compile_depth_steps, "coefficients": compile_coefficients}
+    compilers |= {"scan": compile_scans, "projection": compile_projections}
     compilers[sys.argv[1]](sys.argv[2])
     print("compiled with Triton", triton.__version__)

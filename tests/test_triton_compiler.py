@@ -14,7 +14,7 @@ OLDEST = "3.6.0"  # of torch 2.11
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")]
 
 
-@pytest.mark.parametrize("axis", ["depth", "scan", "projection"])
+@pytest.mark.parametrize("axis", ["depth", "coefficients", "scan", "projection"])
 def test_kernels_compile_with_the_oldest_triton(axis, tmp_path):
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), f"triton=={OLDEST}"]
@@ -22,19 +22,20 @@ def test_kernels_compile_with_the_oldest_triton(axis, tmp_path):
     assert len(compile_kernels(axis, "cases", OLDEST, tmp_path, f"{site}:{os.environ.get('PYTHONPATH', '')}")) > 20
 
 
-@pytest.mark.parametrize("axis", ["depth", "scan", "projection"])
+@pytest.mark.parametrize("axis", ["depth", "coefficients", "scan", "projection"])
 def test_kernels_of_usual_sizes_stay_in_registers(axis, tmp_path):
     """Triton 3.8 spills a register or two of one kernel on each axis. A warp of the depth axis needs no barriers."""
     import triton
 
     cubins = compile_kernels(axis, "usual", triton.__version__, tmp_path, os.environ.get("PYTHONPATH", ""))
-    projections = {"down_kernel", "up_kernel", "weights_kernel"}
-    assert {cubin.stem for cubin in cubins} == (projections if axis == "projection" else {"forward", "backward"})
+    names = {"projection": {"down_kernel", "up_kernel", "weights_kernel"}}
+    names["coefficients"] = {"update_forward", "update_backward", "read_forward", "read_backward"}
+    assert {cubin.stem for cubin in cubins} == names.get(axis, {"forward", "backward"})
     for cubin in cubins:
         command = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "-res-usage", "-sass", cubin]
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert re.search(r"STACK:[08] .*LOCAL:0 ", found), cubin
-        if axis == "projection":
+        if axis in names:
             assert "STACK:0 " in found
         if axis == "depth":
             assert found.count("STL") + found.count("LDL") <= 2

@@ -25,14 +25,13 @@ def read_forward(tensors, num_tokens, update, num_new, num_slots, settings: tl.c
     b_x = tl.load(tensors.x + o_vector, m_dim, other=0)
     tl.store(tensors.history + update * plane + o_vector, b_x, m_dim)
     tl.debug_barrier()
-    p_chunk, m_chunk = _locate_chunk(tensors.history + o_vector, plane, m_dim, settings)
     i_chunk = tl.arange(0, settings.chunk)
     b_new, b_mask = _load_state(tensors, i_stack, i_slot, i_column, update, num_new, settings)
     if settings.read == "global":
         o_query = (i_stack % settings.heads) * settings.head_dim + o_dim
         b_query = tl.load(tensors.query + o_query, m_dim, other=0).to(settings.dtype)
         for first in tl.range(0, update + 1, settings.chunk):
-            b_rows = _load_rows(p_chunk, m_chunk, first, update, plane, settings)
+            b_rows = _load_rows(tensors.history + o_vector, first, update, plane, m_dim, settings)
             p_u = tensors.u + i_stack * settings.new_columns + first + i_chunk
             tl.store(p_u, tl.sum(b_rows * b_query[None, :], 1))
         tl.debug_barrier()
@@ -45,7 +44,7 @@ def read_forward(tensors, num_tokens, update, num_new, num_slots, settings: tl.c
     tl.debug_barrier()
     b_read = tl.full([settings.padded_dim], 0, settings.dtype)
     for first in tl.range(0, update + 1, settings.chunk):
-        b_rows = _load_rows(p_chunk, m_chunk, first, update, plane, settings)
+        b_rows = _load_rows(tensors.history + o_vector, first, update, plane, m_dim, settings)
         b_combined = tl.load(tensors.combined + i_stack * settings.new_columns + first + i_chunk)
         b_read += tl.sum(b_combined[:, None] * b_rows, 0)
     tl.store(tensors.read + o_vector, b_read, m_dim)
@@ -66,16 +65,15 @@ def read_backward(tensors, num_tokens, update, newest, num_new, num_slots, setti
     b_query = load_or_default(b_to_query, tensors.query, o_query, m_dim)
     if settings.read == "global":
         tl.store(tensors.queries + update * settings.heads * settings.head_dim + o_query, b_query, m_dim)
-    p_queries, m_chunk = _locate_chunk(tensors.queries + o_query, settings.heads * settings.head_dim, m_dim, settings)
     start = tl.program_id(0) * settings.tokens
     for i_token in tl.range(start, tl.minimum(start + settings.tokens, num_tokens)):
         i_stack = tl.cast(i_token, tl.int64) * settings.heads + i_head
         o_vector = i_stack * settings.head_dim + o_dim
         o_chunk = i_stack * settings.new_columns + i_chunk
-        p_chunk, _ = _locate_chunk(tensors.history + o_vector, plane, m_dim, settings)
+        p_vector = tensors.history + o_vector
         b_to_read = load_or_default(tl.zeros_like(b_query), tensors.to_read, o_vector, m_dim)
         for first in tl.range(0, update + 1, settings.chunk):
-            b_rows = _load_rows(p_chunk, m_chunk, first, update, plane, settings)
+            b_rows = _load_rows(p_vector, first, update, plane, m_dim, settings)
             tl.store(tensors.dots + o_chunk + first, tl.sum(b_rows * b_to_read[None, :], 1))
         tl.debug_barrier()
 
@@ -91,16 +89,17 @@ def read_backward(tensors, num_tokens, update, newest, num_new, num_slots, setti
         if settings.read == "global":
             b_to_x += tl.sum(tl.where(m_own, b_to_u, 0), 0) * b_query
             for first in tl.range(0, update + 1, settings.chunk):
-                b_rows = _load_rows(p_chunk, m_chunk, first, update, plane, settings)
+                b_rows = _load_rows(p_vector, first, update, plane, m_dim, settings)
                 b_to_query += tl.sum(tl.load(tensors.to_u + o_chunk + first)[:, None] * b_rows, 0)
         for first in tl.range(update + 1, newest + 1, settings.chunk):
             m_later = first + i_chunk <= newest
             o_later = (update * (newest + 1) + first + i_chunk).to(tl.int64) * 2 * num_stacks + o_pair
             b_later = tl.load(tensors.pairs + o_later, m_later, other=0).to(settings.dtype)
-            b_to_x += tl.sum(b_later[:, None] * _load_rows(p_chunk, m_chunk, first, newest, plane, settings), 0)
+            b_to_x += tl.sum(b_later[:, None] * _load_rows(p_vector, first, newest, plane, m_dim, settings), 0)
             if settings.read == "global":
                 b_later = tl.load(tensors.pairs + o_later + num_stacks, m_later, other=0).to(settings.dtype)
-                b_queries = _load_rows(p_queries, m_chunk, first, newest, settings.heads * settings.head_dim, settings)
+                p_queries, stride = tensors.queries + o_query, settings.heads * settings.head_dim
+                b_queries = _load_rows(p_queries, first, newest, stride, m_dim, settings)
                 b_to_x += tl.sum(b_later[:, None] * b_queries, 0)
         tl.debug_barrier()  # all threads have read row `update`
         tl.store(tensors.to_x + o_vector, b_to_x, m_dim)
@@ -147,17 +146,11 @@ def _differentiate_weights(tensors, i_stack, update, num_new, num_slots, setting
 
 
 @triton.jit
-def _locate_chunk(p_vector, stride, m_dim, settings: tl.constexpr):
-    """Return the pointers to the first CHUNK rows [CHUNK, D], and a mask of their elements."""
-    i_chunk = tl.arange(0, settings.chunk)[:, None]
-    return p_vector[None, :] + i_chunk * stride, (i_chunk >= 0) & m_dim[None, :]
-
-
-@triton.jit
-def _load_rows(p_chunk, m_chunk, first, end, stride, settings: tl.constexpr):
-    """Return CHUNK rows from `first` on; 0 after row `end`."""
-    m_row = (first + tl.arange(0, settings.chunk) <= end)[:, None]
-    return tl.load(p_chunk + first * stride, m_row & m_chunk, other=0).to(settings.dtype)
+def _load_rows(p_vector, first, last, stride, m_dim, settings: tl.constexpr):
+    """Return CHUNK rows [CHUNK, D] from row `first` on, and 0 after row `last`. `p_vector` points to row 0."""
+    i_row = first + tl.arange(0, settings.chunk)
+    p_rows = p_vector[None, :] + (i_row * stride)[:, None]
+    return tl.load(p_rows, (i_row <= last)[:, None] & m_dim[None, :], other=0).to(settings.dtype)
 
 
 @triton.jit
