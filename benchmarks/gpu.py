@@ -125,15 +125,19 @@ class Measurements:
 
 def check_kernels(run: Measurements) -> None:
     """Compare every Triton kernel with the reference, for at most CORRECTNESS_SECONDS."""
-    modules = {"depth": depth_steps, "scan": scans}
-    checks = [(kernel, module.check, case) for kernel, module in modules.items() for case in module.cases()]
+    kernels = {
+        "depth": (depth_steps, "triton"),
+        "coefficients": (depth_steps, "coefficients"),
+        "scan": (scans, "triton"),
+    }
+    checks = [(*kernel, case) for kernel in kernels.items() for case in kernel[1][0].cases()]
     random.Random(0).shuffle(checks)  # if the time is short, it serves every kernel
     passed, start = 0, time.monotonic()
-    for kernel, check, case in checks[:3] if run.tiny else checks:
+    for kernel, (module, name), case in checks[:3] if run.tiny else checks:
         if time.monotonic() - start > CORRECTNESS_SECONDS:
             break
         with run.attempt("correctness", f"{kernel} {case.name}"):
-            check(*(("eager", case) if run.tiny else ("triton", case, "cuda")))
+            module.check(*(("eager", case) if run.tiny else (name, case, "cuda")))
             passed += 1
     run.add("correctness", "all", passed=passed, of=len(checks))
 

@@ -70,7 +70,8 @@ class StackSteps:
         """Return the sum of all reads."""
         first = self.pushed[0]
         size = (self.options["num_slots"], first.shape[-1])
-        state = stack.empty(self.shape, *size, like=first, axis="depth", dtype=first.dtype)
+        options = {"dtype": first.dtype, "num_updates": len(self.pushed)}
+        state = stack.empty(self.shape, *size, like=first, axis="depth", **options)
         reads = []
         for x, logits in zip(self.pushed, self.logits, strict=True):
             output, state = stack.step(

@@ -30,7 +30,6 @@ from stackexp.stack.triton.depth_step import CHECKPOINT_EVERY, round_up_to_power
 
 TOKENS = 16  # of one program
 CHUNK = 8  # rows of the history in a tile
-ELEMENTS_PER_WARP = 2048  # of a tile
 MIN_COLUMNS = 8
 MIN_HEAD_DIM = 128
 
@@ -287,14 +286,14 @@ class _Launch(NamedTuple):
         """Run a kernel of `coefficients_update` on all stacks."""
         num_stacks, settings = tensors.logits.shape[:-1].numel(), self._make_settings()
         sizes = {"num_stacks": num_stacks, "num_old": min(self.index, self.options["num_slots"])}
-        self._run(f"coefficients_update.{name}", (-(-num_stacks // settings.stacks),), tensors, settings, sizes)
+        self._run(f"coefficients_update.{name}", (-(-num_stacks // settings.stacks),), tensors, settings, sizes, 0)
 
     def read(self, name: str, grid: tuple[int, ...], tensors: ReadForward | ReadBackward, **sizes: int) -> None:
         """Run a kernel of `coefficients_read`."""
         sizes |= {"num_tokens": self.history.rows.shape[1:-2].numel(), "num_slots": self.options["num_slots"]}
         settings = self._make_settings()
-        num_warps = max(1, settings.chunk * settings.padded_dim // ELEMENTS_PER_WARP)
-        self._run(f"coefficients_read.{name}", grid, tensors, settings, sizes, num_warps)
+        num_elements = settings.chunk * settings.padded_dim
+        self._run(f"coefficients_read.{name}", grid, tensors, settings, sizes, num_elements)
 
     def _run(
         self,
@@ -303,8 +302,9 @@ class _Launch(NamedTuple):
         tensors: Any,
         settings: Settings,
         sizes: dict[str, int],
-        num_warps: int = 1,
+        num_elements: int,
     ) -> None:
+        """Run a kernel with as many warps as its tiles need: that of C, and one of `num_elements` vector elements."""
         if 0 in grid:
             return
         kernel = _load_kernel(name, self.history.rows.device)
@@ -315,7 +315,7 @@ class _Launch(NamedTuple):
                 num_new=min(self.index + 1, self.options["num_slots"]),
                 **sizes,
                 settings=settings,
-                num_warps=num_warps,
+                num_warps=min(16, max(1, num_elements // 2048, settings.slots * settings.new_columns // 1024)),
             )
 
     def _make_settings(self) -> Settings:
@@ -329,7 +329,7 @@ class _Launch(NamedTuple):
             head_dim=head_dim,
             num_actions=self.num_actions,
             tokens=TOKENS,
-            stacks=max(1, ELEMENTS_PER_WARP // 4 // (slots * columns)),
+            stacks=max(1, 512 // (slots * columns)),
             chunk=CHUNK,
             slots=slots,
             padded_dim=round_up_to_power_of_2(head_dim),
