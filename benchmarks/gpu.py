@@ -32,6 +32,7 @@ import depth_steps  # noqa: E402
 import scans  # noqa: E402
 import stack_step  # noqa: E402
 
+from stackexp import stack  # noqa: E402
 from stackexp.benchmarking import (  # noqa: E402
     TRANSFORMER,
     BenchmarkedModel,
@@ -39,12 +40,14 @@ from stackexp.benchmarking import (  # noqa: E402
     alternate,
     choose_device,
     compare,
+    measure_bandwidth,
     measure_peak_bytes,
     measure_peak_flops,
     measure_seconds,
     synchronize,
     write_record,
 )
+from stackexp.config import registry  # noqa: E402
 from stackexp.config.compose import compose  # noqa: E402
 from stackexp.models import attention, layers, transformer  # noqa: E402
 from stackexp.training.callbacks.steps import get_peak_flops  # noqa: E402
@@ -53,6 +56,7 @@ CONFIG = "pretrain/transformer-360m"
 SIZES = ["trainer.precision=bf16-mixed", "data.context_length=2048"]
 TINY = ["model.num_layers=2", "model.hidden_size=48", "model.num_heads=3", "model.num_kv_heads=1"]
 TINY += ["model.intermediate_size=64", "data.vocab_size=64", "data.context_length=16"]
+CHECKED_MEMORIES = ("stacktrans", "single_head", "full_dim", "queue", "push_only", "authors_code")
 CORRECTNESS_SECONDS, LAST_SECONDS = 60, 20
 ROUNDS = 8
 
@@ -130,16 +134,41 @@ def check_kernels(run: Measurements) -> None:
         "coefficients": (depth_steps, "coefficients"),
         "scan": (scans, "triton"),
     }
-    checks = [(*kernel, case) for kernel in kernels.items() for case in kernel[1][0].cases()]
+    checks: list[tuple[str, Callable[[], None]]] = []
+    for kernel, (module, name) in kernels.items():
+        arguments = ("eager", "cpu") if run.tiny else (name, "cuda")
+        for case in module.cases():
+            checks.append((f"{kernel} {case.name}", functools.partial(module.check, arguments[0], case, arguments[1])))
     random.Random(0).shuffle(checks)  # if the time is short, it serves every kernel
+    checks = [(f"model {name}", lambda n=name: check_model(run, n)) for name in CHECKED_MEMORIES] + checks
     passed, start = 0, time.monotonic()
-    for kernel, (module, name), case in checks[:3] if run.tiny else checks:
+    for name, check in checks[:8] if run.tiny else checks:
         if time.monotonic() - start > CORRECTNESS_SECONDS:
             break
-        with run.attempt("correctness", f"{kernel} {case.name}"):
-            module.check(*(("eager", case) if run.tiny else (name, case, "cuda")))
+        with run.attempt("correctness", name):
+            check()
             passed += 1
     run.add("correctness", "all", passed=passed, of=len(checks))
+
+
+def check_model(run: Measurements, memory: str) -> None:
+    """Compare hidden states and all gradients of a small float32 model with those of the reference."""
+    overrides = [*TINY, f"model.memory={memory}", "trainer.precision=32-true"]
+    config = compose([CONFIG], overrides)
+    torch.manual_seed(0)
+    with run.device:
+        model = registry.build("model", config.model)
+    tokens, results = torch.randint(config.model.vocab_size, (3, 70), device=run.device), []
+    for implementation in ("auto", "reference"):
+        with stack.use_implementation(implementation):
+            output = model(tokens, return_hidden=True)
+            gradients = torch.autograd.grad(
+                output.hidden.logsumexp(-1).mean() + output.entropy, list(model.parameters())
+            )
+        results.append((output.hidden, *gradients))
+    for got, wanted in zip(*results, strict=True):
+        if not (got - wanted).norm() <= 1e-4 * wanted.norm():
+            raise AssertionError(f"relative difference {((got - wanted).norm() / wanted.norm()).item():.1e}")
 
 
 def measure_ceilings(run: Measurements) -> None:
@@ -274,12 +303,27 @@ def measure_kernels(run: Measurements) -> None:
                 run.add("kernels", name, terabytes_per_second=row["gigabytes_per_second"] / 1e3, **row)
 
 
+def measure_decoding(run: Measurements) -> None:
+    """Measure a token after 16 sequences of 2,048 (median of 20), next to the time of a copy of as many bytes."""
+    batch, length = (2, 16) if run.tiny else (16, 2048)
+    overrides = [*SIZES, f"data.micro_batch_size={batch}", f"data.global_batch_tokens={batch * length}"]
+    bandwidth, seconds = measure_bandwidth(run.device), None
+    for model in (TRANSFORMER, "stacktrans"):
+        with run.attempt("decoding", model):
+            subject = BenchmarkedModel(Case(model), [CONFIG], [*overrides, *(TINY if run.tiny else [])], run.device)
+            own = subject.measure_decode()
+            seconds = seconds or own
+            bound = subject.count_decode_bytes() / bandwidth
+            run.add("decoding", model, milliseconds=1e3 * own, bound=1e3 * bound, ratio=own / seconds)
+
+
 SECTIONS: dict[str, Callable[[Measurements], None]] = {
     "correctness": check_kernels,
     "ceilings": measure_ceilings,
     "attention": measure_attention,
     "training": measure_training,
     "kernels": measure_kernels,
+    "decoding": measure_decoding,
 }
 
 

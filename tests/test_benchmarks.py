@@ -47,7 +47,7 @@ def test_gpu_measures_every_section_and_continues_after_a_failure(run_benchmark,
     build = benchmarking.registry.build
 
     def fail(kind: str, config: object, *args: object, **options: object) -> object:
-        if kind == "model" and getattr(config.memory, "projection", "") == "none":
+        if kind == "model" and getattr(config.memory, "projection", "") == "none":  # full_dim
             raise torch.OutOfMemoryError("CUDA out of memory.\nDetails")
         return build(kind, config, *args, **options)
 
@@ -56,10 +56,13 @@ def test_gpu_measures_every_section_and_continues_after_a_failure(run_benchmark,
     run_benchmark("gpu.py", "--tiny", "--out", out)
     record = json.loads(out.read_text())
     rows = {(row["section"], row["name"]): row for row in record["rows"]}
-    assert {section for section, _ in rows} == {"correctness", "ceilings", "attention", "training", "kernels"}
-    assert rows["correctness", "all"]["passed"] == 3
+    sections = {"correctness", "ceilings", "attention", "training", "kernels", "decoding"}
+    assert {section for section, _ in rows} == sections
+    assert rows["correctness", "all"]["passed"] == 7
     assert rows["training", "full_dim, bfloat16 residual"]["error"] == "OutOfMemoryError: CUDA out of memory."
-    assert [name for (_, name), row in rows.items() if "error" in row] == ["full_dim, bfloat16 residual"]
+    failed = ["model full_dim", "full_dim, bfloat16 residual"]
+    assert [name for (_, name), row in rows.items() if "error" in row] == failed
+    assert rows["decoding", "stacktrans"]["ratio"] > 0
     assert rows["training", "stacktrans, bfloat16 residual"]["train_ratio"] > 0
     assert rows["training", "transformer, eager"]["train_ratio"] == pytest.approx(1, abs=0.01)
     assert cli.main(["report", "efficiency", str(out), "--markdown"]) == 0
@@ -70,7 +73,7 @@ def test_gpu_measures_every_section_and_continues_after_a_failure(run_benchmark,
 
 def test_gpu_stops_in_time(run_benchmark, tmp_path):
     output = run_benchmark("gpu.py", "--tiny", "--budget", "1", "--out", tmp_path / "gpu.json")
-    assert output.count("error=TimeoutError: no time left") == 5
+    assert output.count("error=TimeoutError: no time left") == 6
 
 
 @pytest.mark.process
