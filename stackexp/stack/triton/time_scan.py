@@ -26,7 +26,7 @@ __all__ = ["empty", "scan", "step"]
 
 MAX_WARPS = 8
 ELEMENTS_PER_WARP = 512  # of a tile: 16 registers per thread for each tile of the backward pass; more would spill
-MAP_BLOCK = 1024  # elements of P that a program multiplies at once; more would spill
+MAP_BLOCK = 1024  # elements of P that a program multiplies at once, but one warp half of it; more would spill
 
 
 class ScanOptions(NamedTuple):
@@ -46,6 +46,7 @@ class ScanOptions(NamedTuple):
     block: int  # rows of P, Q or V that are multiplied at once
     padded_width: int  # H*D, a power of two
     padded_logits: int  # H*3, a power of two
+    warps: int
     empty_score: float
     tiny: float  # the smallest normal number
 
@@ -229,21 +230,27 @@ def make_options(
     num_heads, head_dim = x.shape[-2:]
     discipline, read, read_mask, activation = names
     padded_width = round_up_to_power_of_2(num_heads * head_dim)
+    padded_heads = 1 if activation is None else round_up_to_power_of_2(num_heads)
+    padded_slots, padded_dim = round_up_to_power_of_2(kept), round_up_to_power_of_2(head_dim)
+    elements = padded_heads * padded_slots * padded_dim * (1 if activation is None else 2)
+    warps = min(MAX_WARPS, max(1, elements // ELEMENTS_PER_WARP))
+    map_block = MAP_BLOCK // 2 if warps == 1 else MAP_BLOCK
     return ScanOptions(
         heads=num_heads,
         head_dim=head_dim,
         num_actions=logits.shape[-1],
-        padded_heads=1 if activation is None else round_up_to_power_of_2(num_heads),
-        padded_slots=round_up_to_power_of_2(kept),
-        padded_dim=round_up_to_power_of_2(head_dim),
+        padded_heads=padded_heads,
+        padded_slots=padded_slots,
+        padded_dim=padded_dim,
         discipline=discipline,
         read=read,
         read_mask=read_mask,
         activation=activation,
         units=units,
-        block=min(round_up_to_power_of_2(units), max(1, MAP_BLOCK // padded_width)),
+        block=min(round_up_to_power_of_2(units), max(1, map_block // padded_width)),
         padded_width=padded_width,
         padded_logits=round_up_to_power_of_2(logits.shape[-2:].numel()),
+        warps=warps,
         empty_score=eager.get_empty_score(read_mask, x.dtype),
         tiny=torch.finfo(x.dtype).tiny,
     )
@@ -251,10 +258,9 @@ def make_options(
 
 def compiler_options(options: ScanOptions) -> dict[str, int]:
     """Return Triton's compiler options."""
-    tiles = options.padded_heads * options.padded_slots * options.padded_dim
-    tiles *= 1 if options.activation is None else 2
     return {
         "num_stages": 1,  # loops load what they have stored, so loads must not move ahead
         "enable_fp_fusion": True,  # the default differs between versions
-        "num_warps": min(MAX_WARPS, max(1, tiles // ELEMENTS_PER_WARP)),
+        "num_warps": options.warps,
+        "maxnreg": 255,  # otherwise ptxas spills some, for more programs at once
     }
