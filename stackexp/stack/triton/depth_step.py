@@ -33,6 +33,8 @@ from stackexp.stack.reference import StackOutput
 
 ELEMENTS_PER_THREAD = 4  # of a tile: 8 bytes of bfloat16 in one load, 16 of float32; more for rows past 128
 MAX_ELEMENTS_PER_THREAD = 16
+MAX_SLOTS_AHEAD = 4  # loads in flight hide the latency of the memory
+MAX_ELEMENTS_AHEAD = 16  # of a thread, in all slots that are loaded ahead; more would spill
 
 
 class StepInputs(NamedTuple):
@@ -63,6 +65,7 @@ class StepOptions(NamedTuple):
     tokens: int  # of one program
     group: int  # heads of one program, a power of two
     padded_dim: int  # D, a power of two
+    slots_ahead: int  # loaded before their use, in the loops that visit the slots
     discipline: str
     read: str
     read_mask: str
@@ -125,6 +128,7 @@ def launch(name: str, inputs: StepInputs, tensors: StepForward | StepBackward, *
             **sizes,
             settings=make_options(inputs),
             **compiler_options(x.shape[-1]),
+            maxnreg=255 if name == "backward" else None,  # otherwise ptxas spills some, for more programs at once
         )
 
 
@@ -142,6 +146,7 @@ def make_options(inputs: StepInputs) -> StepOptions:
         tokens=tokens,
         group=group,
         padded_dim=padded_dim,
+        slots_ahead=min(MAX_SLOTS_AHEAD, MAX_ELEMENTS_AHEAD // _elements_per_thread(padded_dim)),
         discipline=inputs.discipline,
         read=inputs.read,
         read_mask=inputs.read_mask,

@@ -12,10 +12,10 @@ from stackexp.stack.triton.depth_step_pipeline import (
     compute_score,
     fill_pipeline,
     load_logits,
-    load_or_default,
+    load_or_zero,
     load_slot,
+    load_slots,
     locate,
-    mask_below,
     start_pipeline,
 )
 from stackexp.stack.triton.time_scan_math import divide
@@ -38,34 +38,36 @@ def backward(
     At slot j the gradient of St[j - 1] is complete. St[-1] is x.
     """
     LAST: tl.constexpr = len(p_xs) - 1
-    b_zero_vectors = tl.full([settings.tokens * settings.group, settings.padded_dim], 0, settings.dtype)
-    b_zero_rows = tl.full([b_zero_vectors.shape[0]], 0, settings.dtype)
     offsets = locate(tl.program_id(0), num_tokens, settings)
     o_stack, m_stack, o_vector, m_vector, plane, o_query = offsets
     p_source, filled = (tensors.slots, tensors.mask), (num_occupied, num_occupied)
-    p_grads = (tensors.grad_slots, tensors.grad_mask)
-    b_query = load_or_default(b_zero_vectors, tensors.query, o_query, m_vector)
+    p_grads, filled_grads = (tensors.grad_slots, tensors.grad_mask), (num_new, num_new)
+    b_slots = load_slots(p_source, len(p_xs) + settings.slots_ahead, filled, offsets, settings)
+    b_ahead_grads = load_slots(p_grads, settings.slots_ahead, filled_grads, offsets, settings)
+    b_query = load_or_zero(tensors.query, o_query, m_vector, settings).to(settings.dtype)
+    b_grad_read = load_or_zero(tensors.grad_read, o_vector, m_vector, settings).to(settings.dtype)
     b_stages, b_actions = start_pipeline(p_xs, p_logits, offsets, settings)
-    b_grad_read = load_or_default(b_zero_vectors, tensors.grad_read, o_vector, m_vector)
-    sizes = (num_occupied, num_occupied, num_new, num_slots)
-    b_read, b_highest, b_total = _load_softmax(b_stages, b_actions, tensors, b_query, sizes, offsets, settings)
-    b_softmax = (b_grad_read, tl.sum(b_grad_read * b_read, 1), b_highest, b_total)
-    b_stages = fill_pipeline(b_stages, b_actions, p_source, filled, num_slots, offsets, settings)
+    sizes = (filled, num_new, num_slots)
+    b_read, b_highest, b_scale = _load_softmax(b_stages, b_actions, b_slots, tensors, b_query, sizes, offsets, settings)
+    b_softmax = (b_grad_read, tl.sum(b_grad_read * b_read, 1), b_highest, b_scale)
+    b_stages = fill_pipeline(b_stages, b_actions, b_slots, num_slots, settings)
+    b_ahead = b_slots[len(p_xs) :]
 
+    b_zero_vectors = tl.full(o_vector.shape, 0, settings.dtype)
+    b_zero_rows = tl.full(o_stack.shape, 0, settings.dtype)
     b_to_query = b_zero_vectors
     b_sums = (b_zero_vectors, b_zero_vectors, b_zero_vectors, b_zero_rows, b_zero_rows, b_zero_rows)
     b_above, b_above_mask = (b_zero_vectors, b_zero_vectors), (b_zero_rows, b_zero_rows)
     b_above_queue = (b_zero_rows, b_zero_rows, b_zero_rows)
-    b_slot, b_slot_mask = load_slot(p_source, len(p_xs), filled, offsets, settings)
-    b_grad, b_grad_mask = load_gradients(p_grads, 0, num_new, offsets, settings)
-    for i_slot in tl.range(num_old + 1, loop_unroll_factor=2):
+    for i_slot in tl.range(num_old + 1, loop_unroll_factor=settings.slots_ahead):
         i_source = i_slot + len(p_xs)
-        b_later = load_slot(p_source, i_source + 1, filled, offsets, settings)  # during the work on this slot
-        b_later_grad = load_gradients(p_grads, i_slot + 1, num_new, offsets, settings)
+        b_ahead += (load_slot(p_source, i_source + len(b_ahead), filled, offsets, settings),)
+        b_ahead_grads += (load_slot(p_grads, i_slot + len(b_ahead_grads), filled_grads, offsets, settings),)
         b_window = b_stages[LAST]
         b_stages, b_new, b_new_mask = advance_pipeline(
-            b_stages, b_actions, (b_slot, b_slot_mask), i_source, num_slots, len(p_xs), settings
+            b_stages, b_actions, b_ahead[0], i_source, num_slots, len(p_xs), settings
         )
+        b_grad, b_grad_mask = b_ahead_grads[0][0].to(settings.dtype), b_ahead_grads[0][1].to(settings.dtype)
         if settings.read == "global":
             b_grad, b_grad_mask, b_to_query = read_slot_backward(
                 (b_grad, b_grad_mask, b_to_query), b_new, b_new_mask, b_query, b_softmax, i_slot < num_new, settings
@@ -81,62 +83,45 @@ def backward(
             b_sums,
             settings,
         )
-        if i_slot == 0:
-            tl.store(tensors.to_x + o_vector, b_complete, m_vector)
-        else:
-            tl.store(tensors.to_slots + (i_slot - 1) * plane * settings.head_dim + o_vector, b_complete, m_vector)
-            tl.store(tensors.to_mask + (i_slot - 1) * plane + o_stack, b_complete_mask, m_stack)
+        o_slot = (i_slot - 1) * plane
+        tl.store(tensors.to_x + o_vector, b_complete, m_vector & (i_slot == 0))
+        tl.store(tensors.to_slots + o_slot * settings.head_dim + o_vector, b_complete, m_vector & (i_slot > 0))
+        tl.store(tensors.to_mask + o_slot + o_stack, b_complete_mask, m_stack & (i_slot > 0))
         b_above, b_above_mask = (b_grad, b_above[0]), (b_grad_mask, b_above_mask[0])
-        b_slot, b_slot_mask = b_later
-        b_grad, b_grad_mask = b_later_grad
+        b_ahead, b_ahead_grads = b_ahead[1:], b_ahead_grads[1:]
     _store_logits_gradient(b_sums, b_actions[LAST], p_logits[LAST], tensors, offsets, settings)
     if settings.read == "global":
         _store_query_gradient(b_to_query, tensors, settings)
 
 
 @triton.jit
-def _load_softmax(b_stages, b_actions, tensors, b_query, sizes, offsets, settings: tl.constexpr):
-    """Return R, the highest score and the sum of exp(score - highest); if stored, R, log_total and 1 instead."""
+def _load_softmax(b_stages, b_actions, b_slots, tensors, b_query, sizes, offsets, settings: tl.constexpr):
+    """Return R, the highest score, and 1 / sum of exp(score - highest); if stored, R, log_total and 1 instead."""
     o_stack, m_stack, o_vector, m_vector, _, _ = offsets
-    b_read, b_highest = tl.zeros_like(b_query), tl.full([b_query.shape[0]], 0, settings.dtype)
-    b_total = tl.full([b_query.shape[0]], 1, settings.dtype)
-    if tensors.log_total is not None:
-        b_read = load_or_default(b_read, tensors.read, o_vector, m_vector) + load_or_default(
-            b_read, tensors.rest, o_vector, m_vector
-        )
-        b_highest = load_or_default(b_highest, tensors.log_total, o_stack, m_stack)
-    elif settings.read == "global":
+    b_scale = tl.full(o_stack.shape, 1, settings.dtype)
+    if settings.read == "global" and tensors.log_total is None:
         p_slots = (tensors.slots, tensors.mask, None, None)
-        b_read, b_highest, b_total, _ = read_slots(b_stages, b_actions, p_slots, b_query, sizes, offsets, settings)
-    return b_read, b_highest, b_total
-
-
-@triton.jit
-def load_gradients(p_grads, i_slot, num_new, offsets, settings: tl.constexpr):
-    """Load the gradients of slot j of St' [ROWS, D] and of its M'; 0 beyond. Either pointer may be None."""
-    o_stack, m_stack, o_vector, m_vector, plane, _ = offsets
-    b_zero_vectors, b_zero_rows = tl.full(o_vector.shape, 0, settings.dtype), tl.full(o_stack.shape, 0, settings.dtype)
-    b_grad = load_or_default(
-        b_zero_vectors,
-        p_grads[0],
-        i_slot * plane * settings.head_dim + o_vector,
-        mask_below(m_vector, i_slot, num_new),
-    )
-    return b_grad, load_or_default(
-        b_zero_rows, p_grads[1], i_slot * plane + o_stack, mask_below(m_stack, i_slot, num_new)
-    )
+        b_read, b_highest, b_total, _ = read_slots(
+            b_stages, b_actions, b_slots, p_slots, b_query, sizes, offsets, settings
+        )
+        b_scale = divide(b_scale, b_total)
+    else:
+        b_read = load_or_zero(tensors.read, o_vector, m_vector, settings).to(settings.dtype)
+        b_read += load_or_zero(tensors.rest, o_vector, m_vector, settings)
+        b_highest = load_or_zero(tensors.log_total, o_stack, m_stack, settings)
+    return b_read, b_highest, b_scale
 
 
 @triton.jit
 def read_slot_backward(b_grads, b_slot, b_mask, b_query, b_softmax, is_occupied, settings: tl.constexpr):
     """Add a slot's share of the gradients of a global read to those of St'[j], M'[j] and w_g.
 
-    `b_softmax`: dR, dR . R, the highest score, and the softmax denominator; with log_total as the score, it is 1.
+    `b_softmax`: dR, dR . R, the highest score, and 1 / softmax denominator; with log_total as the score, it is 1.
     """
     b_grad, b_grad_mask, b_to_query = b_grads
-    b_grad_read, b_mean, b_highest, b_total = b_softmax
+    b_grad_read, b_mean, b_highest, b_scale = b_softmax
     b_score, b_content = compute_score(b_slot, b_mask, b_query, settings)
-    b_weight = divide(tl.where(is_occupied, tl.exp(tl.minimum(b_score - b_highest, 0)), 0), b_total)
+    b_weight = tl.where(is_occupied, tl.exp(tl.minimum(b_score - b_highest, 0)) * b_scale, 0)
     b_to_score = b_weight * (tl.sum(b_grad_read * b_slot, 1) - b_mean)
     b_to_content = b_to_score
     if settings.read_mask == "multiply":
@@ -210,19 +195,13 @@ def _store_query_gradient(b_to_query, tensors, settings: tl.constexpr):
 def _store_logits_gradient(b_sums, b_action, p_logits, tensors, offsets, settings: tl.constexpr):
     """Propagate gradients through the softmax of the actions. `b_sums`: see `update_backward`."""
     o_stack, m_stack = offsets[:2]
-    b_zero_rows = tl.zeros_like(b_sums[3])
-    b_to_push = (
-        tl.sum(b_sums[0], 1) + b_sums[3] + load_or_default(b_zero_rows, tensors.grad_action, o_stack * 3, m_stack)
-    )
-    b_to_pop = (
-        tl.sum(b_sums[1], 1) + b_sums[4] + load_or_default(b_zero_rows, tensors.grad_action, o_stack * 3 + 1, m_stack)
-    )
-    b_to_no_op = (
-        tl.sum(b_sums[2], 1) + b_sums[5] + load_or_default(b_zero_rows, tensors.grad_action, o_stack * 3 + 2, m_stack)
-    )
-    b_to_entropy = load_or_default(b_zero_rows, tensors.grad_entropy, o_stack, m_stack)
+    b_to_action = ()
+    for i_action in tl.static_range(3):
+        b_grad = load_or_zero(tensors.grad_action, o_stack * 3 + i_action, m_stack, settings)
+        b_to_action += (tl.sum(b_sums[i_action], 1) + b_sums[3 + i_action] + b_grad,)
+    b_to_entropy = load_or_zero(tensors.grad_entropy, o_stack, m_stack, settings)
     b_push, b_pop, b_no_op = logits_backward(
-        (b_to_push, b_to_pop, b_to_no_op), b_to_entropy, b_action, load_logits(p_logits, offsets, settings), settings
+        b_to_action, b_to_entropy, b_action, load_logits(p_logits, offsets, settings), settings
     )
     p_to_logits = tensors.to_logits + o_stack * settings.num_actions
     tl.store(p_to_logits, b_push, m_stack)

@@ -10,8 +10,9 @@ from stackexp.stack.triton.depth_step_pipeline import (
     compute_score,
     fill_pipeline,
     load_logits,
-    load_or_default,
+    load_or_zero,
     load_slot,
+    load_slots,
     locate,
     start_pipeline,
 )
@@ -32,25 +33,16 @@ def forward(
     """Compute `reference.step` after the steps of the layers since V_0."""
     offsets = locate(tl.program_id(0), num_tokens, settings)
     o_stack, m_stack, o_vector, m_vector, _, o_query = offsets
-    b_query = load_or_default(
-        tl.full([settings.tokens * settings.group, settings.padded_dim], 0, settings.dtype),
-        tensors.query,
-        o_query,
-        m_vector,
-    )
-    b_stages, b_actions = start_pipeline(p_xs, p_logits, offsets, settings)
-    needed = num_occupied
+    filled = (num_occupied, num_occupied)
     if settings.read == "top" and tensors.new_slots is None:  # slots further down do not reach the top
-        needed = tl.minimum(num_occupied, len(p_xs) + 1)
-    sizes = (needed, num_occupied, num_new, num_slots)
+        filled = (tl.minimum(num_occupied, len(p_xs) + 1), num_occupied)
+    b_slots = load_slots((tensors.slots, tensors.mask), len(p_xs) + settings.slots_ahead, filled, offsets, settings)
+    b_query = load_or_zero(tensors.query, o_query, m_vector, settings).to(settings.dtype)
+    b_stages, b_actions = start_pipeline(p_xs, p_logits, offsets, settings)
+    p_slots = (tensors.slots, tensors.mask, tensors.new_slots, tensors.new_mask)
+    sizes = (filled, num_new, num_slots)
     b_read, b_highest, b_total, b_occupancy = read_slots(
-        b_stages,
-        b_actions,
-        (tensors.slots, tensors.mask, tensors.new_slots, tensors.new_mask),
-        b_query,
-        sizes,
-        offsets,
-        settings,
+        b_stages, b_actions, b_slots, p_slots, b_query, sizes, offsets, settings
     )
     b_rounded = b_read.to(tensors.read.dtype.element_ty)
     tl.store(tensors.read + o_vector, b_rounded, m_vector)
@@ -68,28 +60,27 @@ def forward(
 
 
 @triton.jit
-def read_slots(b_stages, b_actions, p_slots, b_query, sizes, offsets, settings: tl.constexpr):
+def read_slots(b_stages, b_actions, b_slots, p_slots, b_query, sizes, offsets, settings: tl.constexpr):
     """Read the slots from the top; return R [ROWS, D], the highest score, the sum of exp(score - highest), sum of M'.
 
-    `p_slots`: V_0 and its M, then the outputs for St' and M', or None.
+    `b_slots`: the first slots of V_0. `p_slots`: V_0 and its M, then the outputs for St' and M', or None.
     """
     o_stack, m_stack, o_vector, m_vector, plane, _ = offsets
     p_source, p_new_slots, p_new_mask = (p_slots[0], p_slots[1]), p_slots[2], p_slots[3]
-    needed, num_occupied, num_new, num_slots = sizes
-    filled = (needed, num_occupied)
-    b_stages = fill_pipeline(b_stages, b_actions, p_source, filled, num_slots, offsets, settings)
+    filled, num_new, num_slots = sizes
+    b_stages = fill_pipeline(b_stages, b_actions, b_slots, num_slots, settings)
+    b_ahead = b_slots[len(b_stages) :]
     b_occupancy = tl.full([b_query.shape[0]], 0, settings.dtype)
     b_read = tl.full(b_query.shape, 0, settings.dtype)
     b_total = b_occupancy + (num_slots - num_new)  # the empty slots
     b_highest = tl.where(b_total > 0, tl.full(b_total.shape, settings.empty_score, settings.dtype), float("-inf"))
-    b_received = load_slot(p_source, len(b_stages), filled, offsets, settings)
-    for i_slot in tl.range(num_new, loop_unroll_factor=2):
+    for i_slot in tl.range(num_new, loop_unroll_factor=settings.slots_ahead):
         i_source = i_slot + len(b_stages)
-        b_later = load_slot(p_source, i_source + 1, filled, offsets, settings)  # during the work on this slot
+        b_ahead += (load_slot(p_source, i_source + len(b_ahead), filled, offsets, settings),)
         b_stages, b_new, b_new_mask = advance_pipeline(
-            b_stages, b_actions, b_received, i_source, num_slots, len(b_stages), settings
+            b_stages, b_actions, b_ahead[0], i_source, num_slots, len(b_stages), settings
         )
-        b_received = b_later
+        b_ahead = b_ahead[1:]
         b_occupancy += b_new_mask
         if settings.read == "global":
             b_score = compute_score(b_new, b_new_mask, b_query, settings)[0]

@@ -66,6 +66,15 @@ def mask_below(m_present, i_slot, end):
 
 
 @triton.jit
+def load_or_zero(p_values, o_values, m_values, settings: tl.constexpr):
+    """Load values in their stored dtype, 0 where masked; return zeros if the pointer is None."""
+    if p_values is None:
+        return tl.full(o_values.shape, 0, settings.dtype)
+    else:
+        return tl.load(p_values + o_values, m_values, other=0)
+
+
+@triton.jit
 def load_or_default(b_default, p_values, o_values, m_values):
     """Load values in the dtype of `b_default`, 0 where masked; return `b_default` if the pointer is None."""
     if p_values is None:
@@ -76,14 +85,24 @@ def load_or_default(b_default, p_values, o_values, m_values):
 
 @triton.jit
 def load_slot(p_source, i_slot, filled, offsets, settings: tl.constexpr):
-    """Load slot j of V_0 [ROWS, D] and its M; 0 from `filled` on, a number of slots for each."""
+    """Load slot j of St [ROWS, D] and M, or of gradients; 0 from `filled` on, a number of slots for each.
+
+    The values keep their stored dtype, so that slots which are loaded ahead take few registers. A pointer may be None.
+    """
     o_stack, m_stack, o_vector, m_vector, plane, _ = offsets
-    p_slots, p_mask = p_source
-    b_slot = tl.load(
-        p_slots + i_slot * plane * settings.head_dim + o_vector, mask_below(m_vector, i_slot, filled[0]), other=0
-    )
-    b_mask = tl.load(p_mask + i_slot * plane + o_stack, mask_below(m_stack, i_slot, filled[1]), other=0)
-    return b_slot.to(settings.dtype), b_mask.to(settings.dtype)
+    o_slot = i_slot * plane * settings.head_dim + o_vector
+    b_slot = load_or_zero(p_source[0], o_slot, mask_below(m_vector, i_slot, filled[0]), settings)
+    o_mask = i_slot * plane + o_stack
+    return b_slot, load_or_zero(p_source[1], o_mask, mask_below(m_stack, i_slot, filled[1]), settings)
+
+
+@triton.jit
+def load_slots(p_source, COUNT: tl.constexpr, filled, offsets, settings: tl.constexpr):
+    """Load the first COUNT slots. None waits for another, so their latencies overlap."""
+    b_slots = ()
+    for i_slot in tl.static_range(COUNT):
+        b_slots += (load_slot(p_source, i_slot, filled, offsets, settings),)
+    return b_slots
 
 
 @triton.jit
@@ -117,13 +136,15 @@ def start_pipeline(p_xs, p_logits, offsets, settings: tl.constexpr):
 
     A stage is its window: V_i[j-1], V_i[j], M_i[j-1], M_i[j], at first with j = -1.
     """
-    b_stages, b_actions = (), ()
-    for i_stage in tl.static_range(len(p_xs)):
+    b_stages, b_logits, b_actions = (), (), ()
+    for i_stage in tl.static_range(len(p_xs)):  # all loads before the first softmax
         b_x = tl.load(p_xs[i_stage] + offsets[2], offsets[3], other=0).to(settings.dtype)
-        b_push, b_pop, b_no_op = load_logits(p_logits[i_stage], offsets, settings)
-        b_actions += (softmax(b_push, b_pop, b_no_op),)
-        b_one = tl.full(b_push.shape, 1, settings.dtype)
+        b_one = tl.full(offsets[0].shape, 1, settings.dtype)
         b_stages += ((b_x, b_x, b_one, b_one),)
+        b_logits += (load_logits(p_logits[i_stage], offsets, settings),)
+    for i_stage in tl.static_range(len(p_xs)):
+        b_push, b_pop, b_no_op = b_logits[i_stage]
+        b_actions += (softmax(b_push, b_pop, b_no_op),)
     return b_stages, b_actions
 
 
@@ -161,7 +182,7 @@ def advance_pipeline(
 
     Only the first EMITTING stages emit a slot. The next stage, if any, receives its slot 0; later ones receive nothing.
     """
-    b_slot, b_mask = b_received
+    b_slot, b_mask = b_received[0].to(settings.dtype), b_received[1].to(settings.dtype)
     b_after = ()
     for i_stage in tl.static_range(len(b_stages)):
         b_stage = b_stages[i_stage]
@@ -177,11 +198,12 @@ def advance_pipeline(
 
 
 @triton.jit
-def fill_pipeline(b_stages, b_actions, p_source, filled, num_slots, offsets, settings: tl.constexpr):
+def fill_pipeline(b_stages, b_actions, b_slots, num_slots, settings: tl.constexpr):
     """Advance until the last stage has received its slot 0, so that each further slot makes it emit one."""
     for i_source in tl.static_range(len(b_stages)):
-        b_slot = load_slot(p_source, i_source, filled, offsets, settings)
-        b_stages, _, _ = advance_pipeline(b_stages, b_actions, b_slot, i_source, num_slots, i_source, settings)
+        b_stages, _, _ = advance_pipeline(
+            b_stages, b_actions, b_slots[i_source], i_source, num_slots, i_source, settings
+        )
     return b_stages
 
 
