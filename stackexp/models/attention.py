@@ -216,14 +216,15 @@ def _build_dense_mask(
     mask = None if documents is None else build_document_mask(documents)
     if window or has_room or (start and length > 1):
         distances = compute_distances(start, length, num_keys, h.device)
-        visible = ((distances >= 0) & (distances < (window or num_keys)))[None, None]
-        mask = visible if mask is None else mask & visible
-    if config.positional != "alibi" and not has_room:
-        return mask
-    bias = h.new_zeros(())  # sdpa would convert a mask of bools in each layer
+        visible = distances >= 0 if window is None else (distances >= 0) & (distances < window)
+        mask = visible[None, None] if mask is None else mask & visible
     if config.positional == "alibi":
         bias = build_alibi_bias(config.num_heads, start, length, num_keys, config.causal, h)
-    bias = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+        bias = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    elif has_room:
+        bias = torch.where(mask, 0.0, -torch.inf)  # sdpa would convert a mask of bools in each layer
+    else:
+        return mask
     return bias.to(get_matmul_dtype(h))
 
 
