@@ -151,6 +151,7 @@ def test_linear_feedback_adds_last_read_to_h(projection, action_input, action_sc
     plain = make_memory(**options)
     plain.load_state_dict({name: value for name, value in memory.state_dict().items() if name != "feedback"})
     reads = []
+    plain.choose_products = lambda h: None  # it would not call project_up
     plain.project_up = lambda read: reads.append(read[:, 0]) or StackMemory.project_up(plain, read)
     h = hidden_states()
     got, _, _ = memory(h, memory.empty_state(h))
@@ -174,6 +175,7 @@ def test_hidden_layer_feedback_adds_to_push_and_action(activation, action_input,
     shared = {name: value for name, value in memory.state_dict().items() if not name.startswith("feedback")}
     plain.load_state_dict(shared)
     reads, units = [torch.zeros(B, 2, 3, dtype=torch.float64)], None
+    plain.choose_products = lambda h: None  # it would not call project_up
     plain.project_up = lambda read: reads.append(read[:, 0]) or StackMemory.project_up(plain, read)
 
     def project_with_feedback(h):

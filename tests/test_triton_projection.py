@@ -2,7 +2,6 @@
 
 from importlib.util import find_spec
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import small_models
@@ -13,9 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stackexp import stack
 from stackexp.models.cross_entropy import NextTokenLoss
-from stackexp.models.memories import stack as stack_memory
 from stackexp.planning.memory_use import track_pass
-from stackexp.stack import dispatch, reference
+from stackexp.stack import dispatch, projection, reference
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -62,16 +60,17 @@ MEMORIES = {
     "time": {"axis": "time", "read_mask": "log"},
     "token_major": {"axis": "token_major", "site": "before_attention"},
     "normalized": {"push_norm": "head", "action_bias": 1.0},
-    "noise": {"action_noise": 0.5, "action_sharpness": 2.0},
+    "sharp": {"action_sharpness": 2.0},
     "feedback": {"axis": "time", "feedback": True, "feedback_activation": "gated", "feedback_hidden_size": 6},
 }
-SLOW = ("queue", "token_major", "noise", "feedback")
+SLOW = ("queue", "token_major", "sharp", "feedback")
 OTHERS = {
     "slices": {"projection": "shared_slices"},
     "full": {"projection": "none", "head_dim": 8},
     "gated_read": {"residual_gate": "read"},
     "hidden_actions": {"action_input": "hidden"},
     "wide": {"head_dim": 65},
+    "noise": {"action_noise": 0.5},
 }
 
 
@@ -125,21 +124,22 @@ def run_plain(h, down, actions, query, up, gate, state, dtype) -> tuple[Tensor, 
     """Run the layer with products in `dtype`, as under autocast."""
     x = F.linear(h.to(dtype), down.flatten(0, 1).to(dtype)).unflatten(-1, down.shape[:2])
     logits = torch.einsum("...hd,had->...ha", x, actions.to(dtype))
-    output, _ = reference.step(_widen(state), x.float(), logits.float(), query.float(), num_slots=3)
+    state = reference.StackState(*(value.float() for value in state))
+    output, _ = reference.step(state, x.float(), logits.float(), query.float(), num_slots=3)
     read = F.linear(output.read.to(dtype).flatten(-2), up.flatten(1).to(dtype))
     return torch.addcmul(read, h, gate).to(h.dtype), output.entropy
 
 
-def run_fused(h, down, actions, query, up, gate, state, dtype) -> tuple[Tensor, Tensor]:
-    from stackexp.stack.triton import projection
+def run_fused(h, down, actions, query, up, gate, state, dtype, products=None) -> tuple[Tensor, Tensor]:
+    if products is None:
+        from stackexp.stack.triton import projection as products
 
-    x, logits, link = projection.project_down(h, down.flatten(0, 1), actions, up.flatten(1), gate, down.shape[0], dtype)
-    output, _ = reference.step(_widen(state), x.float(), logits.float(), query.float(), num_slots=3)
+    weights = down.flatten(0, 1), actions, up.flatten(1), gate
+    x, logits, link = projection.project_down(products, h, *weights, down.shape[0], dtype)
+    wide = torch.promote_types(dtype, F32)
+    state = reference.StackState(*(value.to(wide) for value in state))
+    output, _ = reference.step(state, x.to(wide), logits.to(wide), query.to(wide), num_slots=3)
     return projection.project_up(link, output.read.to(dtype)), output.entropy
-
-
-def _widen(state: reference.StackState) -> reference.StackState:
-    return reference.StackState(*(x.float() for x in state))
 
 
 def differentiate(run, case: Case, *options, dtypes: bool = True) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ def check_rounding(case: Case) -> None:
 def check_memory(options: dict) -> None:
     """Compare decoders with fused projections and with PyTorch's, also with recomputed layers."""
     model = small_models.make_model(options, F32)
-    assert all(find_kernels(memory) for memory in model.memories)
+    assert all(has_products(memory) for memory in model.memories)
     found, expected = (run_model(model, implementation) for implementation in ("triton", "eager"))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-6, msg=lambda text, name=name: name + text)
@@ -190,17 +190,15 @@ def check_memory(options: dict) -> None:
     assert all(torch.equal(recomputed[name], value) for name, value in found.items())
 
 
-def find_kernels(memory, dtype: torch.dtype = F32) -> bool:
+def has_products(memory, dtype: torch.dtype = F32) -> bool:
     with stack.use_implementation("triton"):
-        return memory.choose_kernels(torch.zeros(1, 2, memory.model.hidden_size, dtype=dtype)) is not None
+        return memory.choose_products(torch.zeros(1, 2, memory.model.hidden_size, dtype=dtype)) is not None
 
 
 def run_model(model, implementation: str) -> dict[str, Tensor]:
     """Return logits, entropy, probes and the gradients of all parameters."""
-    torch.manual_seed(3)
     model.zero_grad()
-    same_noise = mock.patch.object(torch, "randn_like", lambda x: torch.randn(x.shape))  # for any strides of x
-    with stack.use_implementation(implementation), same_noise:
+    with stack.use_implementation(implementation):
         output = model(small_models.make_tokens(), probe=True)
         (output.logits.square().mean() + output.entropy).backward()
     probes = {f"{i}.{name}": value for i, probe in enumerate(output.probes) for name, value in probe.items()}
@@ -211,23 +209,20 @@ def run_model(model, implementation: str) -> dict[str, Tensor]:
 def check_choice() -> None:
     """The kernels do not run in float64, while operations are traced, or with the other implementations."""
     for options in OTHERS.values():
-        assert not find_kernels(small_models.make_model(options, F32).memories[0]), options
+        assert not has_products(small_models.make_model(options, F32).memories[0]), options
     memory = small_models.make_model({}, F32).memories[0]
-    assert find_kernels(memory)
-    assert find_kernels(memory, BF16)
-    assert not find_kernels(memory, F64)
+    assert has_products(memory)
+    assert has_products(memory, BF16)
+    assert not has_products(memory, F64)
     h = torch.zeros(1, 2, 16)
-    for implementation in ("eager", "numba", "reference", "auto"):
-        with stack.use_implementation(implementation):
-            assert dispatch.choose_projection_module(h, F32) is None
-    assert dispatch.choose_projection_module(h, BF16) is not None
-    with FlopCounterMode(display=False):
-        assert dispatch.choose_projection_module(h, BF16) is None
+    with stack.use_implementation("triton"), FlopCounterMode(display=False):
+        assert dispatch.choose_products(h, BF16) is None
 
 
-def check_parts_of_the_gradient() -> None:
+def check_parts_of_the_gradient(products=None) -> None:
     """Each input may lack a gradient, and the loss may use h', x or the logits alone."""
-    from stackexp.stack.triton import projection
+    if products is None:
+        from stackexp.stack.triton import projection as products
 
     case = Case((3, 7), 24, 2, 4)
     inputs, _, weights = make_inputs(case)
@@ -237,7 +232,7 @@ def check_parts_of_the_gradient() -> None:
 
     def run(needed: list[str], use) -> tuple[Tensor | None, ...]:
         h, down, actions, up, gate = given = [value.clone().requires_grad_(n in needed) for n, value in inputs.items()]
-        x, logits, link = projection.project_down(h, down.flatten(0, 1), actions, up.flatten(1), gate, 2, F32)
+        x, logits, link = projection.project_down(products, h, down.flatten(0, 1), actions, up.flatten(1), gate, 2, F32)
         new_h = projection.project_up(link, x.tanh())
         use(new_h, x, logits).backward()
         return tuple(value.grad for value in given)
@@ -272,12 +267,12 @@ def check_saved_bytes() -> None:
     model = small_models.make_model({}, F32)
     saved: list[Tensor] = []
     h, memory = torch.randn(2, 9, 16), model.memories[0]
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        with torch.autocast("cpu", BF16):
-            new_h, _, _ = memory(h.requires_grad_(), memory.empty_state(h))
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
+    with hooks, stack.use_implementation("triton"), torch.autocast("cpu", BF16):
+        new_h, _, _ = memory(h.requires_grad_(), memory.empty_state(h))
         assert [x.dtype for x in saved if x.shape == h.shape and x.stride() == h.stride()] == [BF16]
         saved.clear()
-        with torch.autocast("cpu", BF16), torch.no_grad():
+        with torch.no_grad():
             assert torch.equal(memory(h, memory.empty_state(h))[0], new_h)
     assert saved == []
 
@@ -313,7 +308,7 @@ def test_predicted_memory_counts_the_kernels(monkeypatch):
             return track_pass(model, (2, 64), precision == "bf16-mixed", NextTokenLoss()).total()
 
     mixed, full = count("bf16-mixed"), count("32-true")
-    monkeypatch.setattr(stack_memory, "choose_projection_module", lambda h, dtype: None)
+    monkeypatch.setattr(dispatch, "choose_products", lambda h, dtype: None)
     assert count("32-true") == full
     assert count("bf16-mixed") - mixed > 8 * 2 * 64 * 256 * 3  # h in float32 and half of the rest
 
@@ -335,5 +330,5 @@ def test_rounding_errors_on_a_gpu(case):
 @on_gpu
 def test_autocast_selects_the_kernels_on_a_gpu():
     h = torch.zeros(1, 2, 16, device="cuda")
-    assert dispatch.choose_projection_module(h, BF16) is not None
-    assert dispatch.choose_projection_module(h, F32) is None
+    assert dispatch.choose_products(h, BF16) is not None
+    assert dispatch.choose_products(h, F32) is None

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from stackexp.stack import eager, reference
+from stackexp.stack import eager, projection, reference
 from stackexp.stack.triton import coefficients, depth_step
 
 STEP_MODULES = {"reference": "reference", "eager": "eager", "numba": "numba.time_scan", "triton": "triton.depth_step"}
@@ -85,19 +85,20 @@ def choose_scan_module(x: Tensor) -> ModuleType:
     return _load_module(SCAN_MODULES[_select(automatic)])
 
 
-def choose_projection_module(h: Tensor, dtype: torch.dtype) -> ModuleType | None:
-    """Return the module that fuses the projections of h around a step, or None for plain PyTorch, and log the choice.
+def choose_products(h: Tensor, dtype: torch.dtype) -> ModuleType | None:
+    """Return the products of `stackexp.stack.projection` with h, or None for separate operations; log those on CUDA.
 
-    `dtype` is that of the products. PyTorch's float32 products are faster, so `auto` does not choose the kernels for
-    them. With the implementation `triton`, fake tensors show the memory that the kernels use on CUDA.
+    `dtype` is that of the products. CPUs have them in the dtype of h, CUDA in 16 bits, and float32 on request: there,
+    PyTorch's are faster. With the implementation `triton`, fake tensors show the memory that CUDA uses.
     """
-    if _requested not in ("auto", "triton") or not HAS_TRITON or dtype == torch.float64:
-        return None
     is_fake = _requested == "triton" and isinstance(h, FakeTensor)
-    can_run = h.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    if not is_fake and not (can_run and _is_executed_eagerly(h)):
+    if _requested in ("reference", "eager") or not (is_fake or _is_executed_eagerly(h)):
         return None
-    if dtype == torch.float32 and (is_fake or _requested == "auto"):
+    if _requested != "triton" and h.device.type == "cpu":
+        return projection if dtype == h.dtype and dtype in (torch.float32, torch.float64) else None
+    can_run = is_fake or h.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    is_slow = dtype == torch.float32 and (is_fake or _requested != "triton")
+    if not (HAS_TRITON and can_run) or is_slow or dtype == torch.float64 or _requested == "numba":
         return None
     if not is_fake:
         log_once(logging.INFO, "stack projections: triton")

@@ -2,7 +2,6 @@
 
 import math
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from stackexp import stack
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.models.memories.stack import NUM_ACTIONS, PUSH, StackMemory, new_parameter
+from stackexp.stack import projection
 
 
 class ExtendedStackMemory(StackMemory):
@@ -106,16 +106,17 @@ class ExtendedStackMemory(StackMemory):
             logits = F.linear(h, self.actions.flatten(0, 1)).unflatten(-1, (heads, -1))
         return x, self._adjust_logits(logits)
 
-    def choose_kernels(self, h: Tensor) -> ModuleType | None:
-        """Return the module of kernels that fuse both projections, or None if none fits."""
-        return super().choose_kernels(h) if self.config.action_input == "head" else None
+    def choose_products(self, h: Tensor) -> ModuleType | None:
+        """Return the products for the projections of h that share a gradient, or None for separate operations."""
+        is_noisy = self.training and self.noise is not None  # noise depends on the strides of the logits
+        return super().choose_products(h) if self.config.action_input == "head" and not is_noisy else None
 
-    def project_fused(self, h: Tensor, kernels: ModuleType) -> tuple[Tensor, Tensor, Any]:
-        """Return the push vectors, the scaled action logits, and the link to `kernels.project_up`."""
+    def project_fused(self, h: Tensor, products: ModuleType) -> tuple[Tensor, Tensor, projection.Link]:
+        """Return the push vectors, the scaled action logits, and the link to `projection.project_up`."""
         if self.config.push_norm == "none":
-            x, logits, link = super().project_fused(h, kernels)
+            x, logits, link = super().project_fused(h, products)
         else:
-            x, _, link = self.run_project_down(h, kernels, None)
+            x, _, link = self.link_projections(h, products, None)
             x = self._normalize(x)
             logits = self.compute_logits(x)
         return x, self._adjust_logits(logits), link

@@ -11,7 +11,6 @@ For each of H heads, with the down-projected hidden state x [D], D = d_s:
 """
 
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from stackexp.config.model import TransformerConfig
 from stackexp.errors import RunError
 from stackexp.models.layers import get_matmul_dtype, init_weight_
 from stackexp.models.memories.base import Memory, Stats, average_actions
-from stackexp.stack.dispatch import choose_projection_module
+from stackexp.stack import dispatch, projection
 
 NUM_ACTIONS, PUSH = 3, 0  # push, pop, no-op
 CONSTANT = 0.01  # a head whose actions have a smaller standard deviation over the tokens is constant
@@ -106,14 +105,14 @@ class StackMemory(Memory):
         self, h: Tensor, state: stack.StackState, previous: Tensor | None = None, probe: bool = False
     ) -> tuple[Tensor, stack.StackState, Stats]:
         """Update the stacks with h [B, T, d], then read them; see `Memory.forward`."""
-        kernels = self.choose_kernels(h)
-        if kernels is None:
+        products = self.choose_products(h)
+        if products is None:
             x, logits = self.project(h)  # [B, T, H, D], [B, T, H, 3]
         else:
-            x, logits, link = self.project_fused(h, kernels)
+            x, logits, link = self.project_fused(h, products)
         output, state = self.update(state, x, logits, h)
         read = output.read.to(x.dtype)
-        new_h = self.add_read(h, read) if kernels is None else kernels.project_up(link, read)
+        new_h = self.add_read(h, read) if products is None else projection.project_up(link, read)
         stats = {"entropy": output.entropy.mean()}
         if probe:
             with torch.no_grad():
@@ -123,23 +122,23 @@ class StackMemory(Memory):
                 stats |= _compute_spread(output.action)
         return new_h, state, stats
 
-    def choose_kernels(self, h: Tensor) -> ModuleType | None:
-        """Return the module of kernels that fuse both projections with what is next to them, or None if none fits."""
+    def choose_products(self, h: Tensor) -> ModuleType | None:
+        """Return the products for the projections of h that share a gradient, or None for separate operations."""
         config = self.config
         is_small = config.num_heads * max(config.head_dim, NUM_ACTIONS) <= MAX_FUSED_SIZE
         if not is_small or config.projection != "low_rank" or config.residual_gate != "hidden":
             return None
-        return choose_projection_module(h, get_matmul_dtype(h))
+        return dispatch.choose_products(h, get_matmul_dtype(h))
 
-    def project_fused(self, h: Tensor, kernels: ModuleType) -> tuple[Tensor, Tensor, Any]:
-        """Return x [B, T, H, D] and logits [B, T, H, 3] as `project`, and the link to `kernels.project_up`."""
-        x, logits, link = self.run_project_down(h, kernels, self.actions)
+    def project_fused(self, h: Tensor, products: ModuleType) -> tuple[Tensor, Tensor, projection.Link]:
+        """Return x [B, T, H, D] and the logits [B, T, H, 3] as `project`, and the link to `projection.project_up`."""
+        x, logits, link = self.link_projections(h, products, self.actions)
         return x, self.compute_logits(x) if logits is None else logits, link
 
-    def run_project_down(self, h: Tensor, kernels: ModuleType, actions: Tensor | None) -> tuple:
-        """Return what `kernels.project_down` returns."""
+    def link_projections(self, h: Tensor, products: ModuleType, actions: Tensor | None) -> tuple:
+        """Return the results of `projection.project_down`."""
         heads, dtype = self.config.num_heads, get_matmul_dtype(h)
-        return kernels.project_down(h, self.down, actions, self.up, self.gate, heads, dtype)
+        return projection.project_down(products, h, self.down, actions, self.up, self.gate, heads, dtype)
 
     def add_read(self, h: Tensor, read: Tensor) -> Tensor:
         """Return h' [..., d] of h [..., d] and R [..., H, D]: the gated sum of h and W_up R."""

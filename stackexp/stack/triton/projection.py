@@ -1,15 +1,10 @@
-"""The projections around a stack step on CUDA. Each kernel reads every large tensor once.
+"""The products of `stackexp.stack.projection` on CUDA, in three kernels. Each reads every large tensor once.
 
     down_kernel      x = W_down h and the logits A x              backward: dR = W_up^T dh'
     up_kernel        h' = g h + W_up R                            backward: dh = g dh' + W_down^T dx
     weights_kernel   dW_down = dx^T h, dW_up = dh'^T R, dg = h . dh'
 
-`project_down` and `project_up` share one gradient. The first returns a `Link` to the second, whose tensors `to_new_h`
-and `to_read` use no storage. Their gradients are dh' and R. From these, the backward pass of `project_down` computes
-all gradients but dR, so it reads h only once.
-
-The operands of the products have the dtype of x, and the sums are float32. If h has another dtype, as under autocast,
-`project_down` saves a copy of h in the dtype of x for the weight gradients; in bfloat16, this is half of h.
+The operands of the products have the dtype of x, and the sums are float32.
 
 Each program stores its part of a weight gradient, and the parts are added afterwards, so results are deterministic.
 With TRITON_INTERPRET=1 in the environment, the kernels run on a CPU, slowly. Names have the prefixes of
@@ -23,101 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-NUM_ACTIONS = 3
+from stackexp.stack.projection import NUM_ACTIONS
+
 CHUNK = 64  # elements of a token that a program loads at once
 NUM_PROGRAMS = 256  # of `weights_kernel` at most: two per multiprocessor of an H200
-
-
-class Link(NamedTuple):
-    """The inputs of `project_up` that `project_down` returns."""
-
-    h: Tensor  # [..., d], without gradient
-    up: Tensor  # W_up [d, H*D], without gradient
-    gate: Tensor  # g [1], without gradient
-    to_new_h: Tensor  # [..., d]; its gradient is dh'
-    to_read: Tensor  # [..., H, D]; its gradient is R
-
-
-def project_down(
-    h: Tensor, down: Tensor, actions: Tensor | None, up: Tensor, gate: Tensor, heads: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None, Link]:
-    """Return x [..., H, D], the logits A x [..., H, 3] or None, and the link to `project_up`.
-
-    Args:
-        h: Hidden states [..., d].
-        down: W_down [H*D, d].
-        actions: A [H, 3, D]; None for no logits.
-        up: W_up [d, H*D].
-        gate: g [1].
-        heads: H.
-        dtype: The dtype of x, the logits and the operands of the products.
-    """
-    x, logits, to_new_h, to_read = _ProjectDown.apply(h, down, actions, up, gate, heads, dtype)
-    return x, logits, Link(h.detach(), up.detach(), gate.detach(), to_new_h, to_read)
-
-
-def project_up(link: Link, read: Tensor) -> Tensor:
-    """Return h' = g h + W_up R [..., d] for R [..., H, D] in the dtype of x."""
-    return _ProjectUp.apply(read, *link)
-
-
-class _ProjectDown(torch.autograd.Function):
-    """`project_down` with the gradients of h and of all weights."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        h: Tensor,
-        down: Tensor,
-        actions: Tensor | None,
-        up: Tensor,
-        gate: Tensor,
-        heads: int,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor | None, ...]:
-        ctx.dtypes = down.dtype, None if actions is None else actions.dtype, up.dtype
-        h, down, actions = h.contiguous(), down.to(dtype), None if actions is None else actions.to(dtype).contiguous()
-        x = h.new_empty((*h.shape[:-1], heads, len(down) // heads), dtype=dtype)
-        logits = None if actions is None else x.new_empty((*x.shape[:-1], NUM_ACTIONS))
-        copy = torch.empty_like(h, dtype=dtype) if h.dtype != dtype and any(ctx.needs_input_grad) else None
-        launch_down(h, down, x, actions, logits, copy)
-        ctx.save_for_backward(h if copy is None else copy, down, actions, gate, x)
-        return x, logits, h.new_empty(()).expand_as(h), x.new_empty(()).expand_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        h, down, actions, gate, x = ctx.saved_tensors
-        to_x, to_logits, to_new_h, read = (None if grad is None else grad.contiguous() for grad in grads)
-        to_h, to_x, to_actions = launch_up(to_new_h, to_x, down, gate, actions, to_logits, x)
-        found = [None, to_actions, None, None]
-        if any(ctx.needs_input_grad[1:]):
-            found[0], found[2], found[3] = launch_weights(h, to_new_h, to_x, read)
-        dtypes = (*ctx.dtypes, gate.dtype)
-        weights = (None if grad is None else grad.to(dtype) for grad, dtype in zip(found, dtypes, strict=True))
-        return to_h, *weights, None, None
-
-
-class _ProjectUp(torch.autograd.Function):
-    """`project_up` with the gradient of R. It passes dh' and R to the backward pass of `project_down`."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, read: Tensor, h: Tensor, up: Tensor, gate: Tensor, to_new_h: Tensor, to_read: Tensor
-    ) -> Tensor:
-        read, up = read.contiguous(), up.to(read.dtype)
-        ctx.save_for_backward(read, up)
-        return launch_up(h.contiguous(), read, up.T, gate)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, to_new_h: Tensor) -> tuple[Tensor | None, ...]:
-        read, up = ctx.saved_tensors
-        to_read = torch.empty_like(read)
-        launch_down(to_new_h.contiguous(), up.T, to_read)
-        return to_read, None, None, None, to_new_h, read
 
 
 class Settings(NamedTuple):
@@ -142,15 +47,13 @@ def make_settings(hidden: int, x: Tensor, tokens: int) -> Settings:
     return Settings(hidden, heads, head_dim, size, num_logits, padded_size, padded_logits, tokens, CHUNK)
 
 
-def launch_down(
-    h: Tensor,
-    weight: Tensor,
-    x: Tensor,
-    actions: Tensor | None = None,
-    logits: Tensor | None = None,
-    copy: Tensor | None = None,
-) -> None:
-    """Store x = W h for a weight [H*D, d] with any strides, A x in `logits` and h in `copy`."""
+def compute_down(
+    h: Tensor, weight: Tensor, heads: int, actions: Tensor | None = None, keeps_h: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """See `stackexp.stack.projection.compute_down`. The weight may have any strides."""
+    x = h.new_empty((*h.shape[:-1], heads, len(weight) // heads), dtype=weight.dtype)
+    logits = None if actions is None else x.new_empty((*x.shape[:-1], NUM_ACTIONS))
+    copy = torch.empty_like(h, dtype=x.dtype) if keeps_h and h.dtype != x.dtype else None
     settings = make_settings(h.shape[-1], x, tokens=128)
     num_tokens = h.shape[:-1].numel()
     _launch(
@@ -161,9 +64,10 @@ def launch_down(
         num_warps=8,
         num_stages=3,
     )
+    return x, logits, h if copy is None else copy
 
 
-def launch_up(
+def compute_up(
     h: Tensor,
     read: Tensor,
     weight: Tensor,
@@ -172,11 +76,7 @@ def launch_up(
     to_logits: Tensor | None = None,
     x: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return g h + W^T R for a weight [H*D, d] with any strides.
-
-    For `actions` A, R is the gradient of x without that through the logits A x. Also return the whole gradient of x,
-    which replaces R, and the gradient of A in float32.
-    """
+    """See `stackexp.stack.projection.compute_up`. The gradient of A is float32."""
     settings = make_settings(h.shape[-1], read, tokens=64)
     num_tokens = h.shape[:-1].numel()
     new_h, total, parts = torch.empty_like(h), read, None
@@ -195,8 +95,8 @@ def launch_up(
     return new_h, total, None if parts is None else parts.sum(0)
 
 
-def launch_weights(h: Tensor, to_new_h: Tensor, to_x: Tensor, read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of W_down [H*D, d], W_up [d, H*D] and g [1] in float32."""
+def compute_weight_grads(h: Tensor, to_new_h: Tensor, to_x: Tensor, read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `stackexp.stack.projection.compute_weight_grads`. The gradients are float32."""
     settings = make_settings(h.shape[-1], read, tokens=64)
     num_tokens = h.shape[:-1].numel()
     num_chunks = triton.cdiv(settings.hidden, settings.chunk)
@@ -302,7 +202,7 @@ def up_kernel(
     stride_h,
     settings: tl.constexpr,
 ):
-    """Compute h' = g h + W^T R for `settings.tokens` tokens; with actions, the gradients that `launch_up` describes."""
+    """Compute h' = g h + W^T R for `settings.tokens` tokens; with actions, also the gradients of x and A."""
     i_token = tl.program_id(0) * settings.tokens
     o_x, m_x = locate_small(i_token, num_tokens, settings)
     b_read = tl.load(p_read + o_x, m_x, other=0)
