@@ -4,11 +4,12 @@
 
 The lower bound counts each byte once that must be read from or written to memory if no data stay on the chip between
 layers. Forward: occupied slots and masks before and after the step, pushed vector, logits and read. Backward: the same
-and their gradients. The result is compared with a copy of as many bytes, in alternating measurements.
+and their gradients. The result is compared with a copy of as many bytes, in alternating measurements. `compiled` is the
+eager step, compiled for each layer by torch.compile.
 """
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from stackexp.tables import format_table
 
 PASSES = {"forward": 1, "forward + backward": 3}
 """Bytes and FLOPs of each pass, in multiples of a forward pass."""
+compiled_step = torch.compile(stack.step, fullgraph=True, dynamic=False)
 
 
 def count_lower_bound_bytes(config: ExperimentConfig, tokens: int, dtype: torch.dtype = torch.float32) -> int:
@@ -66,7 +68,7 @@ class StackSteps:
         self.query = draw(memory.num_heads, memory.head_dim) if memory.read == "global" else None
         self.checkpoint_every = memory.checkpoint_every_layers
 
-    def forward(self) -> Tensor:
+    def forward(self, step: Callable = stack.step) -> Tensor:
         """Return the sum of all reads."""
         first = self.pushed[0]
         size = (self.options["num_slots"], first.shape[-1])
@@ -74,30 +76,35 @@ class StackSteps:
         state = stack.empty(self.shape, *size, like=first, axis="depth", **options)
         reads = []
         for x, logits in zip(self.pushed, self.logits, strict=True):
-            output, state = stack.step(
-                state, x, logits, self.query, checkpoint_every=self.checkpoint_every, **self.options
-            )
+            output, state = step(state, x, logits, self.query, checkpoint_every=self.checkpoint_every, **self.options)
             reads.append(output.read)
         return torch.stack(reads).sum()
 
     def run(self, name: str, implementation: str) -> None:
-        """Run one of PASSES with an implementation."""
+        """Run one of PASSES with an implementation, or with the `compiled` eager step."""
         leaves = [*self.pushed, *self.logits, *([] if self.query is None else [self.query])]
-        with stack.use_implementation(implementation), torch.set_grad_enabled(name != "forward"):
-            total = self.forward()
+        is_compiled, sizes = implementation == "compiled", 2 * len(self.pushed)
+        with (
+            stack.use_implementation("eager" if is_compiled else implementation),
+            torch.set_grad_enabled(name != "forward"),
+            torch._dynamo.config.patch(recompile_limit=sizes, accumulated_recompile_limit=sizes),
+        ):
+            total = self.forward(compiled_step if is_compiled else stack.step)
             if name != "forward":
                 torch.autograd.grad(total, leaves)
 
 
-def measure(config: ExperimentConfig, rounds: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield a row for each pass and implementation (auto, reference)."""
+def measure(
+    config: ExperimentConfig, rounds: int, device: torch.device, implementations: Sequence[str] = ("auto", "reference")
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each pass and implementation."""
     layers, tokens = StackSteps(config, device), config.data.micro_batch_size * config.data.context_length
     for name, multiple in PASSES.items():
         num_bytes = multiple * count_lower_bound_bytes(config, tokens, choose_dtype(config, device))
         flops = multiple * count_flops(config, tokens)
         source = torch.empty(num_bytes // 2, dtype=torch.uint8, device=device)  # read once, written once
         target = torch.empty_like(source)
-        actions = {key: lambda key=key, name=name: layers.run(name, key) for key in ("auto", "reference")}
+        actions = {key: lambda key=key, name=name: layers.run(name, key) for key in implementations}
         times = time_alternating(actions | {"copy": lambda s=source, t=target: t.copy_(s)}, rounds)
         copy = statistics.median(times["copy"])
         for implementation in actions:
@@ -123,12 +130,14 @@ def main() -> None:
     """Run the benchmark."""
     parser = build_parser(__doc__, rounds=100)
     parser.add_argument("--config", default="quickstart", metavar="NAME_OR_PATH")
+    choices = (*stack.IMPLEMENTATIONS, "auto", "compiled")
+    parser.add_argument("--implementations", nargs="+", choices=choices, default=["auto", "reference"])
     args, overrides = parser.parse_known_args()
     config = compose([args.config], overrides)
     memory = config.model.memory
     if getattr(memory, "kind", None) != "stack" or memory.axis != "depth":
         parser.error("requires a stack over the depth; set model.memory=stacktrans")
-    rows = list(measure(config, args.rounds, choose_device()))
+    rows = list(measure(config, args.rounds, choose_device(), args.implementations))
     print(format_rows(rows))
     write_record(args.out, rows, configs=[args.config], overrides=overrides)
 
