@@ -144,7 +144,7 @@ def build_wsd(max_steps: int, **options):
         (build_linear(LinearConfig(warmup_steps=0, final_fraction=0), 4), {0: 1, 1: 0.75, 4: 0}),
         (build_wsd(100, decay_steps=40, decay="linear"), {5: 0.5, 10: 1, 60: 1, 80: 0.5, 100: 0}),
         (build_wsd(100, decay_steps=40, final_fraction=0.5), {60: 1, 70: 0.75, 100: 0.5}),
-        (build_wsd(80, decay_fraction=0.0), {5: 0.5, 79: 1, 80: 1}),
+        (build_wsd(80, decay_fraction=0.0), {5: 0.5, 79: 1, 80: 1, 81: 1}),
     ],
 )
 def test_learning_rate_at_chosen_steps(schedule, expected):

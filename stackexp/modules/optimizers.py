@@ -185,7 +185,7 @@ def _build(config: ScheduleConfig, max_steps: int, decay_steps: int, shape: Call
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return step / config.warmup_steps
-        if step <= max_steps - decay_steps:
+        if step <= max_steps - decay_steps or decay_steps == 0:  # after the last step, Lightning asks for one more
             return 1.0
         progress = min(1.0, (step - (max_steps - decay_steps)) / decay_steps)
         return config.final_fraction + (1 - config.final_fraction) * shape(progress)
