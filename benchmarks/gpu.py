@@ -4,14 +4,16 @@
     python -m stackexp report efficiency gpu.json
 
 Sections: correctness (every Triton kernel against the reference), ceilings (a copy, a large matrix product), attention
-(kernels of sdpa), training (the 360M models, one change after the other), kernels (bytes per second), decoding. A
-failure is a row with an `error`, and the next measurement starts. `--tiny` runs everything on a CPU with small sizes.
+(kernels of sdpa), training (the 360M models, one change after the other), projections and kernels (bytes per second),
+decoding. A failure is a row with an `error`, and the next measurement starts. `--tiny` runs everything on a CPU with
+small sizes.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import functools
+import importlib
 import itertools
 import random
 import statistics
@@ -50,6 +52,7 @@ from stackexp.benchmarking import (  # noqa: E402
 from stackexp.config import registry  # noqa: E402
 from stackexp.config.compose import compose  # noqa: E402
 from stackexp.models import attention, layers, transformer  # noqa: E402
+from stackexp.stack import projection  # noqa: E402
 from stackexp.training.callbacks.steps import get_peak_flops  # noqa: E402
 
 CONFIG = "pretrain/transformer-360m"
@@ -59,6 +62,8 @@ TINY += ["model.intermediate_size=64", "data.vocab_size=64", "data.context_lengt
 CHECKED_MEMORIES = ("stacktrans", "single_head", "full_dim", "queue", "push_only", "authors_code")
 CORRECTNESS_SECONDS, LAST_SECONDS = 60, 20
 ROUNDS = 8
+COMPARED_LAYERS = 6
+"""Each layer of a compiled step has another state, and so a graph of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +172,9 @@ def check_model(run: Measurements, memory: str) -> None:
             )
         results.append((output.hidden, *gradients))
     for got, wanted in zip(*results, strict=True):
-        if not (got - wanted).norm() <= 1e-4 * wanted.norm():
-            raise AssertionError(f"relative difference {((got - wanted).norm() / wanted.norm()).item():.1e}")
+        difference = (got - wanted).norm().item()
+        if not difference <= 1e-4 * wanted.norm().item() + 1e-6:  # the gradient of a gate is a sum that cancels
+            raise AssertionError(f"difference {difference:.1e} of {wanted.norm().item():.1e}")
 
 
 def measure_ceilings(run: Measurements) -> None:
@@ -293,14 +299,46 @@ def summarize(
 
 
 def measure_kernels(run: Measurements) -> None:
-    """Measure the stack steps of all layers next to a copy of as many bytes."""
-    for memory in ("stacktrans", "single_head", "full_dim"):
-        with run.attempt("kernels", memory):
+    """Measure the stack steps of all layers next to a copy of as many bytes, then compiled eager steps of few layers.
+
+    If the compiled steps are within 5 %, the Triton kernels are not worth their code.
+    """
+    cases = [(memory, 32, ["auto"]) for memory in ("stacktrans", "single_head", "full_dim")]
+    for memory, num_layers, implementations in [*cases, ("stacktrans", COMPARED_LAYERS, ["auto", "compiled"])]:
+        with run.attempt("kernels", f"{memory}, {num_layers} layers"):
             overrides = [*SIZES, f"model.memory={memory}", f"data.micro_batch_size={2 if run.tiny else 16}"]
-            config = compose([CONFIG], [*overrides, *(TINY if run.tiny else [])])
-            for row in stack_step.measure(config, run.rounds, run.device):
-                name = f"{memory}, {row.pop('pass')}, {row.pop('implementation')}"
+            overrides += [*(TINY if run.tiny else []), f"model.num_layers={2 if run.tiny else num_layers}"]
+            for row in stack_step.measure(compose([CONFIG], overrides), run.rounds, run.device, implementations):
+                name = f"{memory}, {num_layers} layers, {row.pop('pass')}, {row.pop('implementation')}"
                 run.add("kernels", name, terabytes_per_second=row["gigabytes_per_second"] / 1e3, **row)
+
+
+def measure_projections(run: Measurements) -> None:
+    """Measure the kernels around a stack step at the sizes of the 360M model."""
+    tokens, hidden, heads, size = (64, 48, 2, 8) if run.tiny else (16 * 2048, 960, 4, 16)
+    products = projection if run.tiny else importlib.import_module("stackexp.stack.triton.projection")
+    dtype = torch.float32 if run.tiny else torch.bfloat16
+
+    def draw(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*shape, device=run.device, dtype=dtype)
+
+    down, up, actions, gate = draw(heads * size, hidden), draw(hidden, heads * size), draw(heads, 3, size), draw(1)
+    read, to_x = draw(tokens, heads, size), draw(tokens, heads, size)
+    for h in (draw(tokens, hidden, dtype=torch.float32), draw(tokens, hidden)):
+        kept, of_h, dtype_name = h.to(dtype), h.nbytes, str(h.dtype).removeprefix("torch.")
+        kernels = {
+            "W_down h": (lambda h=h: products.compute_down(h, down, heads, actions, True), of_h + kept.nbytes),
+            "g h + W_up R": (lambda h=h: products.compute_up(h, read, up.T, gate), 2 * of_h),
+            "weight gradients": (
+                lambda h=h, kept=kept: products.compute_weight_grads(kept, h, to_x, read),
+                of_h + kept.nbytes,
+            ),
+        }
+        for name, (kernel, num_bytes) in kernels.items():
+            with run.attempt("projections", f"{name}, h {dtype_name}"):
+                seconds = run.measure(kernel)
+                rate = num_bytes / seconds / 1e12
+                run.add("projections", f"{name}, h {dtype_name}", milliseconds=1e3 * seconds, terabytes_per_second=rate)
 
 
 def measure_decoding(run: Measurements) -> None:
@@ -322,8 +360,9 @@ SECTIONS: dict[str, Callable[[Measurements], None]] = {
     "ceilings": measure_ceilings,
     "attention": measure_attention,
     "training": measure_training,
-    "kernels": measure_kernels,
+    "projections": measure_projections,
     "decoding": measure_decoding,
+    "kernels": measure_kernels,
 }
 
 

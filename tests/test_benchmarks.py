@@ -44,6 +44,7 @@ def run_benchmark(monkeypatch, capsys):
 def test_gpu_measures_every_section_and_continues_after_a_failure(run_benchmark, tmp_path, monkeypatch, capsys):
     """On a CPU with small sizes and the eager backend; the inductor takes a minute."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(stack_step, "compiled_step", torch.compile(stack.step))
     build = benchmarking.registry.build
 
     def fail(kind: str, config: object, *args: object, **options: object) -> object:
@@ -56,7 +57,7 @@ def test_gpu_measures_every_section_and_continues_after_a_failure(run_benchmark,
     run_benchmark("gpu.py", "--tiny", "--out", out)
     record = json.loads(out.read_text())
     rows = {(row["section"], row["name"]): row for row in record["rows"]}
-    sections = {"correctness", "ceilings", "attention", "training", "kernels", "decoding"}
+    sections = {"correctness", "ceilings", "attention", "training", "kernels", "projections", "decoding"}
     assert {section for section, _ in rows} == sections
     assert rows["correctness", "all"]["passed"] == 7
     assert rows["training", "full_dim, bfloat16 residual"]["error"] == "OutOfMemoryError: CUDA out of memory."
@@ -73,7 +74,7 @@ def test_gpu_measures_every_section_and_continues_after_a_failure(run_benchmark,
 
 def test_gpu_stops_in_time(run_benchmark, tmp_path):
     output = run_benchmark("gpu.py", "--tiny", "--budget", "1", "--out", tmp_path / "gpu.json")
-    assert output.count("error=TimeoutError: no time left") == 6
+    assert output.count("error=TimeoutError: no time left") == 7
 
 
 @pytest.mark.process
