@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -306,6 +308,14 @@ def test_all_unreadable_sources_are_reported_and_other_units_are_kept(tmp_path, 
     assert inodes < {path.stat().st_ino for path in to.glob("unit.*")}
     prepare_set(source, tmp_path / "fresh", **settings)
     assert read_files(to) == read_files(tmp_path / "fresh")
+
+
+def test_an_error_ends_only_the_workers_of_prepare(bad_source, tmp_path):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        number = other.submit(os.getpid).result()
+        with pytest.raises(RunError, match="--strict"):
+            prepare_set(bad_source, tmp_path / "set", strict=True, unit_bytes=1, workers=2)
+        assert other.submit(os.getpid).result() == number
 
 
 def test_full_disk_is_a_one_line_error_and_the_command_resumes(tmp_path):

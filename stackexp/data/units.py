@@ -279,6 +279,7 @@ def _write_in_processes(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["streaming"])  # whose import takes seconds
     counter = context.Value("q", 0)  # bytes done
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job, counter)) as pool:
         pending, shown = {pool.submit(_finish_unit, sources) for sources in units}, 0
         try:
@@ -292,7 +293,7 @@ def _write_in_processes(
                         future.result()
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
+            for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
             if not isinstance(error, BrokenProcessPool):
                 raise
