@@ -239,7 +239,8 @@ def test_lower_bound_counts_the_tensors_of_the_eager_step():
     assert stack_step.count_flops(config, tokens) == 10 * tokens * 4 * head_dim * (1 + 2 + 2)
 
 
-def test_stack_measures_both_passes_and_implementations(run_benchmark, tmp_path):
+def test_stack_measures_both_passes_and_implementations(run_benchmark, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     out = tmp_path / "out.json"
     options = ["--implementations", "auto", "compiled", "--rounds=2"]
     printed = run_benchmark("stack_step.py", *options, "--out", out, *SMALL, "model.num_layers=1")

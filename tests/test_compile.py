@@ -171,11 +171,15 @@ def test_auto_compiles_language_models_on_cuda(monkeypatch):
     language, formal = build_language_model, ["formal/quick"]
     assert not language().is_compiled, "not on a CPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("stackexp.modules.base.HAS_TRITON", True)
     lm = language()
     assert lm.is_compiled
     assert lm.criterion.compiled
     assert lm.model.layers[0].compile_options == (("dynamic", False),)
     assert not language("trainer.compile=false").is_compiled
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr("stackexp.modules.base.HAS_TRITON", False)
+        assert not language().is_compiled
     assert not language("model.memory.axis=token_major").is_compiled
     assert not Transduction(compose(formal, SMALL)).is_compiled
     assert Transduction(compose(formal, [*SMALL, "trainer.compile=true"])).is_compiled

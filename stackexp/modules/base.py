@@ -28,6 +28,7 @@ from stackexp.models.transformer import DecoderOutput
 from stackexp.models.warm_start import WarmStart
 from stackexp.modules.metrics import ItemSums, SpikeDetector, StepMetrics, probe_memories, read_first_rows
 from stackexp.modules.optimizers import WeightAverage
+from stackexp.stack.dispatch import HAS_TRITON
 
 log = logging.getLogger(__name__)
 Batch = dict[str, Any]
@@ -85,8 +86,8 @@ class TrainingModule(pl.LightningModule):
         compile_body = getattr(self.model, "compile_body", None)
         has_fixed_shapes = self.has_fixed_lengths and self.model.axis != "token_major"
         is_compiled = self.config.trainer.compile
-        if is_compiled == "auto":
-            is_compiled = device_type == "cuda" and has_fixed_shapes and compile_body is not None
+        if is_compiled == "auto":  # torch.compile generates Triton kernels for CUDA
+            is_compiled = device_type == "cuda" and HAS_TRITON and has_fixed_shapes and compile_body is not None
         if is_compiled:
             (compile_body or self.model.compile)(dynamic=False if has_fixed_shapes else None)
         return is_compiled
