@@ -64,9 +64,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--memories", nargs="+", default=["null", "stacktrans"])
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
     args, overrides = parser.parse_known_args()
-    torch.set_num_threads(args.threads)
     rows = [measure(memory, layers, args.steps, overrides) for memory in args.memories for layers in args.layers]
     header = ["memory", "layers", "graphs", "breaks", "s to first step", "eager", "largest difference of losses"]
     cells = [

@@ -230,8 +230,8 @@ def apply_variant(variant: Variant) -> Iterator[None]:
 def measure_training(run: Measurements) -> None:
     """Measure a training step, a pass without gradients and the peak memory of each variant.
 
-    The Transformer's ratios are over its first variant, the memories' over the Transformer of the same variant, with
-    which they alternate.
+    The Transformer's ratios are over its first variant, per token; the memories' are over the Transformer of the same
+    variant, with which they alternate.
     """
     first: dict[str, float] = {}
     for variant, memories in VARIANTS:
@@ -254,7 +254,7 @@ def measure_training(run: Measurements) -> None:
                 if model == TRANSFORMER:
                     base = subject
                 results = measure_pair(run, subject, base)
-                first = first or {key: statistics.median(times) for key, times in results[0].items()}
+                first = first or {key: statistics.median(t) / subject.tokens.numel() for key, t in results[0].items()}
                 run.add("training", f"{model}, {variant.name}", **names, **summarize(run, subject, results, first))
             if run.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -291,7 +291,8 @@ def summarize(
     row: dict[str, Any] = {"parameters": subject.model.num_parameters()}
     row["flops_per_token"] = subject.model.flops_per_token(subject.config.data.context_length)
     for key, values in own.items():
-        ratio = compare(values, base[key] if base is not own else [first[key]] * len(values))
+        of_first = [first[key] * subject.tokens.numel()] * len(values)
+        ratio = compare(values, base[key] if base is not own else of_first)
         row |= {key: statistics.median(values), f"{key}_ratio": ratio.median, f"{key}_spread": [ratio.low, ratio.high]}
     row["tokens_per_second"] = subject.tokens.numel() / row["train"]
     peak = get_peak_flops(run.device)

@@ -23,6 +23,7 @@ from stackexp.config.compose import compose
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.generation import Decoder
 from stackexp.models.transformer import Cache
+from stackexp.modules.base import compile_model
 from stackexp.runs import describe_environment
 from stackexp.training.callbacks.steps import get_peak_flops
 
@@ -183,10 +184,7 @@ class BenchmarkedModel:
         before = torch.cuda.memory_allocated()
         with device:
             self.model = registry.build("model", self.config.model)
-        is_compiled = self.config.trainer.compile
-        is_compiled = device.type == "cuda" if is_compiled == "auto" else is_compiled
-        if is_compiled:
-            self.model.compile_body(dynamic=False)
+        is_compiled = compile_model(self.model, self.config.trainer.compile, device.type, has_fixed_lengths=True)
         self.optimizer = registry.build("optimizer", self.config.optimizer, self.model)
         self.criterion = NextTokenLoss.from_config(self.config.trainer, is_compiled)
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled="bf16" in self.config.trainer.precision)

@@ -35,6 +35,20 @@ Batch = dict[str, Any]
 """What a data module's loader yields: tensors by name, and numpy arrays and numbers that stay on the CPU."""
 
 
+def compile_model(model: Any, choice: bool | str, device_type: str, has_fixed_lengths: bool) -> bool:
+    """Compile a model according to `choice`, the value of `trainer.compile`, and return True if it is compiled.
+
+    A model without `compile_body` is compiled whole, but not by `auto`.
+    """
+    compile_body = getattr(model, "compile_body", None)
+    has_fixed_shapes = has_fixed_lengths and model.axis != "token_major"
+    if choice == "auto":  # torch.compile generates Triton kernels for CUDA
+        choice = device_type == "cuda" and HAS_TRITON and has_fixed_shapes and compile_body is not None
+    if choice:
+        (compile_body or model.compile)(dynamic=False if has_fixed_shapes else None)
+    return bool(choice)
+
+
 class TrainingModule(pl.LightningModule):
     """A model and its optimizer step. Subclasses define the loss and the metric of an evaluation set.
 
@@ -67,7 +81,7 @@ class TrainingModule(pl.LightningModule):
         with torch.device("meta") if config.trainer.is_sharded else contextlib.nullcontext():
             self.model = registry.build("model", config.model)
         self.model.checkpoint_blocks = config.trainer.recompute_mode
-        self.is_compiled = self._compile_model(device_type)
+        self.is_compiled = compile_model(self.model, config.trainer.compile, device_type, self.has_fixed_lengths)
         if weights is not None and not config.trainer.is_sharded:
             load_weights(self.model, weights)
         self.step_metrics = StepMetrics()
@@ -80,17 +94,6 @@ class TrainingModule(pl.LightningModule):
         self._samples: list[Tensor] = []
         self._spikes = SpikeDetector()
         self._evaluated: list[tuple[Any, ItemSums, int]] = []  # (dataset, metric, batches of this rank)
-
-    def _compile_model(self, device_type: str) -> bool:
-        """Compile the model if `trainer.compile` asks for it; a model without `compile_body` is compiled whole."""
-        compile_body = getattr(self.model, "compile_body", None)
-        has_fixed_shapes = self.has_fixed_lengths and self.model.axis != "token_major"
-        is_compiled = self.config.trainer.compile
-        if is_compiled == "auto":  # torch.compile generates Triton kernels for CUDA
-            is_compiled = device_type == "cuda" and HAS_TRITON and has_fixed_shapes and compile_body is not None
-        if is_compiled:
-            (compile_body or self.model.compile)(dynamic=False if has_fixed_shapes else None)
-        return is_compiled
 
     # To define in a subclass
 

@@ -88,8 +88,9 @@ def choose_scan_module(x: Tensor) -> ModuleType:
 def choose_products(h: Tensor, dtype: torch.dtype) -> ModuleType | None:
     """Return the products of `stackexp.stack.projection` with h, or None for separate operations; log those on CUDA.
 
-    `dtype` is that of the products. CPUs have them in the dtype of h, CUDA in 16 bits, and float32 on request: there,
-    PyTorch's are faster. With the implementation `triton`, fake tensors show the memory that CUDA uses.
+    `dtype` is that of the products: on CPUs the dtype of h, on CUDA one of 16 bits. In float32, PyTorch's products are
+    faster there, so these run only if the implementation `triton` is requested. Fake tensors then count the memory that
+    CUDA uses.
     """
     is_fake = _requested == "triton" and isinstance(h, FakeTensor)
     if _requested in ("reference", "eager") or not (is_fake or _is_executed_eagerly(h)):
