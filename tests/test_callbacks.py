@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import socket
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,7 +120,39 @@ def test_a_signal_or_a_time_limit_requests_a_stop(clock, capfd):
     signal.raise_signal(signal.SIGUSR1)
     assert stop.is_set
     assert str(stop.build_error()) == "SIGUSR1"
-    assert capfd.readouterr().err == "SIGUSR1: finishing this step\n"
+    assert wait_for_stderr(capfd) == "SIGUSR1: finishing this step\n"
+
+
+def wait_for_stderr(capfd) -> str:
+    """Return what a thread is about to write to standard error."""
+    while not (written := capfd.readouterr().err):
+        time.sleep(0.01)
+    return written
+
+
+@pytest.mark.usefixtures("restored_signals")
+@pytest.mark.parametrize("number", [*STOP_SIGNALS, signal.SIGINT])
+def test_a_signal_reaches_a_main_thread_that_waits(number):
+    """The kernel gives the signal to another thread, and the main thread's system call goes on."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop = StopRequest(None, grace_seconds=60)
+    heard: list[bool] = []
+
+    def receive() -> None:
+        time.sleep(0.2)  # until the main thread waits
+        signal.pthread_kill(threading.get_ident(), number)
+        deadline = time.monotonic() + 10
+        while not stop.is_set and time.monotonic() < deadline:
+            time.sleep(0.01)
+        heard.append(stop.is_set)
+        worker.send(b"batch")
+
+    worker, waiting = socket.socketpair()
+    with worker, waiting, stop.handle_interrupts():
+        threading.Thread(target=receive).start()
+        waiting.recv(1)
+        stop.end_grace_period()
+    assert heard == [True]
 
 
 @pytest.mark.usefixtures("restored_signals")
@@ -127,7 +162,7 @@ def test_first_interrupt_requests_a_stop_and_the_second_raises(capfd):
     with stop.handle_interrupts():
         signal.raise_signal(signal.SIGINT)
         assert isinstance(stop.build_error(), InterruptedRunError)
-        assert "interrupted: finishing this step" in capfd.readouterr().err
+        assert "interrupted: finishing this step" in wait_for_stderr(capfd)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
@@ -246,18 +281,23 @@ def test_a_validation_stops_at_once_if_its_step_is_saved():
             end_validation_batch(stopped, make_trainer(6, fn))
 
 
+@pytest.mark.usefixtures("restored_signals")
 def test_a_stop_is_requested_even_if_nobody_reads_its_announcement(monkeypatch):
     """Ctrl-C in `fit 2>&1 | tee log` also ends tee."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    failed = threading.Event()
 
     def fail(*_) -> None:
+        failed.set()
         raise BrokenPipeError
 
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     for number in (*STOP_SIGNALS, signal.SIGINT):
         stop = StopRequest(None, grace_seconds=60)
-        with monkeypatch.context() as patch:  # not above, where the resource tracker is probed by os.write
+        failed.clear()
+        with stop.handle_interrupts(), monkeypatch.context() as patch:  # after the resource tracker is probed
             patch.setattr(os, "write", fail)
-            stop._handle(number, None)
+            signal.raise_signal(number)
+            assert failed.wait(10)
         assert stop.is_set
         stop.end_grace_period()
 

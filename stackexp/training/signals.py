@@ -5,6 +5,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -32,23 +33,35 @@ class StopRequest:
         self._is_handled = threading.Event()
         self._max_time = max_time
         self._deadline = time.monotonic() + parse_seconds(max_time) if max_time else None
-        self._process = os.getpid()
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
+        self._process, self._interrupts = os.getpid(), 0
+        self._expected = set(STOP_SIGNALS)
         # Slurm may also signal Python's resource tracker, which would end it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        threading.Thread(target=self._listen, args=(_redirect_signals(),), daemon=True, name="stop").start()
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
         atexit.register(_prepare_exit)
 
     def _handle(self, number: int, _: Any) -> None:
-        """Record a signal and announce the stop."""
-        is_first, self._signal = self._signal is None, signal.Signals(number)
-        if is_first:
-            self._last_progress = time.monotonic()
-            threading.Thread(target=self._exit_without_progress, daemon=True, name="stop").start()
-            if os.environ.get("RANK", "0") == "0" and os.getpid() == self._process:
-                write_to_stderr(FINISHING[self._signal])
+        self._signal = signal.Signals(number)
+
+    def _listen(self, numbers: socket.socket) -> None:
+        """Announce the first signal and start the grace period.
+
+        The kernel may give a signal to any thread. Python runs its handler in the main thread, which does not wake up
+        for it: waiting for a frozen worker, it would never run the handler.
+        """
+        is_first = True
+        with numbers:
+            while number := numbers.recv(1):  # empty once a later StopRequest listens
+                if is_first and number[0] in self._expected:
+                    is_first, first, self._last_progress = False, signal.Signals(number[0]), time.monotonic()
+                    self._signal = self._signal or first
+                    threading.Thread(target=self._exit_without_progress, daemon=True, name="grace").start()
+                    if os.environ.get("RANK", "0") == "0":
+                        write_to_stderr(FINISHING[first])
 
     def _exit_without_progress(self) -> None:
         while (left := self._last_progress + self._grace_seconds - time.monotonic()) > 0:
@@ -93,6 +106,7 @@ class StopRequest:
         """
         previous = signal.getsignal(signal.SIGINT)
         if previous is not signal.SIG_IGN:
+            self._expected.add(signal.SIGINT)
             signal.signal(signal.SIGINT, self._handle_interrupt)
         try:
             yield
@@ -100,6 +114,7 @@ class StopRequest:
             raise KeyboardInterrupt from None
         finally:
             signal.signal(signal.SIGINT, previous)
+            self._expected.discard(signal.SIGINT)
 
     def _handle_interrupt(self, number: int, _: Any) -> None:
         """Handle SIGINT: request a stop the first time, end the process the second time.
@@ -107,9 +122,27 @@ class StopRequest:
         The first time raises no exception: raised inside a signal handler, it may leave a `threading` lock held, such
         as that of TensorBoard's queue, and the process would wait for it at exit.
         """
-        if self._signal == signal.SIGINT or os.getpid() != self._process:
+        self._interrupts += 1
+        if self._interrupts > 1 or os.getpid() != self._process:
             raise KeyboardInterrupt
         self._handle(number, None)
+
+
+_sender: socket.socket | None = None
+
+
+def _redirect_signals() -> socket.socket:
+    """Return a socket that gets the number of every signal for which this process, not its children, has a handler."""
+    global _sender
+    previous = _sender
+    receiver, _sender = socket.socketpair()
+    _sender.setblocking(False)
+    signal.set_wakeup_fd(_sender.fileno(), warn_on_full_buffer=False)
+    if previous:
+        previous.close()  # its listener ends
+    else:
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    return receiver
 
 
 def _prepare_exit() -> None:
