@@ -89,9 +89,8 @@ def test_differences_are_paired_by_seed_and_data(runs):
     assert float(differences["stacktrans"]["FLOPs/token"].rstrip("%")) == pytest.approx(5, abs=0.3)
     assert differences["value_skip"]["pairs"] == "2"
     assert differences["value_skip"]["average"].startswith("-0.450 (-"), "wide, not bold, and without seed 2"
-    (note,) = [note for note in report.notes if note.startswith("not paired with transformer")]
-    assert "differ at step 10" in note
-    assert note.endswith("value_skip (seed 2)")
+    text = "1 run not paired with transformer: trained on other data (they differ at step 10): value_skip (seed 2)"
+    assert text in report.notes
 
 
 def test_other_numbers_of_tokens_and_missing_seeds_are_not_compared(runs):
@@ -102,10 +101,11 @@ def test_other_numbers_of_tokens_and_missing_seeds_are_not_compared(runs):
     report = build_ablation([runs])
     assert read_table(report, 1)["stacktrans"]["pairs"] == "1"
     assert read_table(report, 1)["stacktrans"]["average"] == "-0.110"
-    notes = "\n".join(report.notes)
-    assert "trained on 999 tokens, the baseline on 10240, 1 run: stacktrans (seed 0)" in notes
-    assert "no finished run with this seed, 2 runs: stacktrans (seed 1), value_skip (seed 1)" in notes
-    assert f"unfinished, `python -m stackexp fit --run RUN` resumes one: {transformer}" in notes
+    (note,) = [note for note in report.notes if "not paired with transformer" in note]
+    assert note.startswith("4 runs not paired with transformer: ")
+    assert "trained on 999 tokens, the baseline on 10240: stacktrans (seed 0)" in note
+    assert "the baseline has no finished run with this seed: stacktrans (seed 1), value_skip (seed 1)" in note
+    assert f"1 run unfinished, `python -m stackexp fit --run RUN` resumes one: {transformer}" in report.notes
 
 
 def test_other_options_than_the_memory_are_named(runs):
@@ -113,9 +113,13 @@ def test_other_options_than_the_memory_are_named(runs):
         options = ("model.memory=stacktrans", "model.embedding_scale=1", "optimizer.lr=0.1")
         finish(write_run(runs / f"unscaled-seed={seed}-0123abc{seed}", *options, seed=seed), 2.0)
     notes = build_ablation([runs]).notes
+    options = "model.embedding_scale=1.0, optimizer.lr=0.1"
     (note,) = [note for note in notes if "apart from" in note]
-    assert "model.embedding_scale=1.0, optimizer.lr=0.1" in note
-    assert note.endswith("2 runs: unscaled (seeds 0, 1)")
+    assert (
+        note
+        == f"2 runs with other options than transformer apart from memory and size: {options}: unscaled (seeds 0, 1)"
+    )
+    assert not [note for note in notes if "share the learning rate" in note]
 
 
 def test_later_validations_fill_v2_and_v3(runs):
@@ -129,7 +133,7 @@ def test_later_validations_fill_v2_and_v3(runs):
     report = build_ablation([runs])
     row = read_table(report, 0)["stacktrans"]
     assert (row["V2"], row["V3"]) == ("3.600 / 39.00", "2.000 / 7.40")
-    (note,) = [note for note in report.notes if note.startswith("missing V2 and V3")]
+    (note,) = [note for note in report.notes if note.startswith("8 runs without V2 and V3")]
     assert (note.count("seed="), str(run) in note) == (8, False)
     (transformer,) = runs.glob("transformer-seed=0-*")
     del sets["v2/pile"]
@@ -147,7 +151,7 @@ def test_diverged_runs_have_no_losses(runs):
     report = build_ablation([runs])
     row = read_table(report, 0)["stacktrans"]
     assert (row["training loss"], row["average"]) == ("4.000", "4.000")
-    (note,) = [note for note in report.notes if note.startswith("without a finite loss, not in the means: ")]
+    (note,) = [note for note in report.notes if note.startswith("2 runs without a finite loss, not in the means: ")]
     assert note.count("stacktrans-seed=") == 2
     assert set(read_table(report, 1)["stacktrans"].values()) >= {"3", ABSENT}, "no difference without all seeds"
 
@@ -172,7 +176,7 @@ def test_the_latest_run_of_a_seed_counts(runs):
     finish(run, 3.5)
     arms, notes = load_arms([runs])
     assert sorted(row["val/average/loss"] for row in arms["transformer"]) == [3.1, 3.2, 3.5]
-    assert notes == [f"left out, a later run has the same seed: {runs}/transformer-seed=0-0123abc0"]
+    assert notes == [f"1 run left out, a later run has the same seed: {runs}/transformer-seed=0-0123abc0"]
 
 
 def test_formats(runs, tmp_path, capsys):
@@ -254,7 +258,7 @@ def test_means_and_differences_are_over_the_same_sets(tmp_path):
             (folder / "validate-v2.json").write_text(json.dumps(record))
     report = build_ablation([tmp_path])
     assert next(row for row in report.tables[0].rows if row[0] == "queue")[3] == "3.500", "the mean of seed 0"
-    note = "scored on some sets only, not in the mean of V2, 2 runs: queue (seed 1), transformer (seed 1)"
+    note = "2 runs scored on some sets only, not in the mean of V2: queue (seed 1), transformer (seed 1)"
     assert note in report.notes
     assert "V2" not in report.tables[1].header
 
@@ -308,7 +312,7 @@ def test_pairs_from_other_hardware_are_named(tmp_path):
     (on_cpu / "environment.json").write_text(json.dumps([{"gpus": ["NVIDIA H200"], "versions": {"torch": "2.15.0"}}]))
     arms, _ = load_arms([tmp_path])
     found = [m for arm in ("queue", "dense") for m in compare_arms(arm, arms[arm], "null", arms["null"]).mismatches]
-    assert [(reason.partition("started ")[2], arm, seed) for reason, arm, seed in found if "started" in reason] == [
+    assert [(reason.partition(": ")[2], arm, seed) for reason, arm, seed in found if "started" in reason] == [
         ("on NVIDIA H200 with torch 2.11.0, null on a CPU with torch 2.11.0", "queue", 0),
         ("on a CPU with torch 2.15.0, null on a CPU with torch 2.11.0", "dense", 0),
     ]

@@ -100,10 +100,11 @@ def test_other_data_and_budgets_are_not_compared(tmp_path, is_finished):
             finish(tmp_path / f"{name}-0123abcd", 3.0)
     report = build_dynamics([tmp_path])
     assert [row[4] for row in report.tables[0].rows] == [ABSENT] * 3, "not subtracted"
-    notes = [note for note in report.notes if "not compared" in note]
-    steps = "trained for 900 steps, the baseline for 720"
-    assert f"not compared with transformer: {steps}, 1 run: long (seed 0)" in notes
-    assert any("differ at step 10" in note and note.endswith("1 run: stacktrans (seed 0)") for note in notes)
+    (note,) = [note for note in report.notes if "not compared" in note]
+    assert note.startswith(
+        "2 runs not compared with transformer: trained for 900 steps, the baseline for 720: long (seed 0); "
+    )
+    assert note.endswith("(they differ at step 10): stacktrans (seed 0)")
 
 
 def test_mistakes_are_one_line(tmp_path):
@@ -121,4 +122,4 @@ def test_a_seed_that_has_just_begun_does_not_cut_off_the_others(tmp_path):
             write_run(folder, f"model.memory={memory}", seed=seed, losses=[3.0] * steps)
     report = build_dynamics([tmp_path])
     assert [row[1:3] for row in report.tables[0].rows] == [["2", f"{90 * 1024:,}"]] * 2
-    assert any("has not reached half of the tokens of the other seeds, 2 runs: " in note for note in report.notes)
+    assert any("2 runs left out, with less than half" in note for note in report.notes)

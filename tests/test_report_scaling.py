@@ -140,8 +140,8 @@ def test_runs_outside_a_panel_are_counted_and_named(tmp_path):
             write_size(tmp_path, f"t{size}", size, "model.memory=null", seed=seed)
         write_size(tmp_path, "long", 1000, "model.memory=null", f"trainer.max_steps={700}", seed=seed, tokens=10**6)
     notes = build_scaling([tmp_path]).notes
-    assert "not in loss against parameters, not one of two sizes with 10.2k tokens, 2 runs: long (seeds 0, 1)" in notes
-    text = "not one of two sizes with 1k parameters outside the memory, 4 runs: t2000 (seeds 0, 1), t3000 (seeds 0, 1)"
+    assert "2 runs not in loss against parameters, not one of two sizes with 10.2k tokens: long (seeds 0, 1)" in notes
+    text = "not one of two sizes with 1k parameters outside the memory: t2000 (seeds 0, 1), t3000 (seeds 0, 1)"
     assert any(note.endswith(text) for note in notes)
 
 
@@ -153,11 +153,11 @@ def test_runs_on_other_data_are_left_out(tmp_path):
         write_size(tmp_path, "other", 3000, "model.memory=null", seed=seed, data=data, tokens=20480)
     report = build_scaling([tmp_path])
     reason = "trained on other data than most runs with the same seed and data options"
-    assert f"left out, {reason}, 1 run: other (seed 0)" in report.notes
+    assert f"1 run left out, {reason}: other (seed 0)" in report.notes
     assert len(report.records) == 5
     records = tmp_path / "t2000-seed=1-0123abcd" / "data.jsonl"
     records.write_text(records.read_text().replace('"step": 10', '"step": 7'))
-    assert f"training data not compared, none recorded: {records.parent}" in build_scaling([tmp_path]).notes
+    assert f"1 run without recorded training data, not compared: {records.parent}" in build_scaling([tmp_path]).notes
 
 
 def test_a_missing_loss_names_the_command_that_measures_it(tmp_path):
@@ -177,7 +177,7 @@ def test_an_impossible_irreducible_loss_is_refused(tmp_path, capsys, value, mess
 
 def test_nothing_to_fit_is_an_error_with_the_command_to_run(tmp_path):
     run = write_run(tmp_path / "one-0123abcd", "model.memory=null")
-    with pytest.raises(RunError, match=r"no finished runs; .*sweep run ladder`; unfinished, `.*fit.*`"):
+    with pytest.raises(RunError, match=r"no finished runs; .*sweep run ladder`; 1 run unfinished, `.*fit.*`"):
         build_scaling([tmp_path])
     finish(run, 3.0)
     with pytest.raises(RunError, match=r"nothing to fit: no family has two sizes.*sweep run ladder`"):
@@ -189,6 +189,6 @@ def test_runs_scored_on_other_sets_are_left_out(tmp_path):
     run = write_run(tmp_path / "other-0123abcd", "model.memory=null")
     finish(run, 2.0, sets={"another": {"loss": 2.0}}, parameters=10**8, tokens=2 * 10**9)
     report = build_scaling([tmp_path])
-    assert "left out, scored on other sets than most runs, 1 run: other (seed 0)" in report.notes
+    assert "1 run left out, scored on other sets than most runs: other (seed 0)" in report.notes
     assert len(report.records) == 8
     assert len(build_scaling([tmp_path], measure="training loss").records) == 9

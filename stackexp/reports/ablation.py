@@ -22,6 +22,7 @@ from stackexp.reports.arms import (
     average_sets,
     compare_arms,
     compute_flops,
+    count_runs,
     describe_sweep,
     find_baseline,
     find_variant,
@@ -176,16 +177,16 @@ def _describe_incomplete(arms: Arms) -> list[str]:
     diverged = list_paths("without a finite loss, not in the means", [row for row in rows if not read_losses(row)])
     unknown = [arms[arm][0] for arm in arms if compute_flops(arms[arm][0]) is None]
     command = "`python -m stackexp configs show --config RUN/config.yaml` says why"
-    return [*list_seeds(partial), *diverged, *list_paths(f"no FLOPs per token, {command}", unknown)]
+    return [*list_seeds(partial), *diverged, *list_paths(f"without FLOPs per token, {command}", unknown)]
 
 
 def _describe_missing(rows: Sequence[Row]) -> list[str]:
     """Return a note with the finished runs that have no score on a set of V2 or V3."""
     names = {f"{group}/{name}" for group, members in NAMES.items() for name in members}
     unscored = [row for row in rows if not names <= get_scores(row).keys()]
-    reason = "missing V2 and V3, `python -m stackexp validate --run RUN --sets v2,v3`"
+    reason = "without V2 and V3, `python -m stackexp validate --run RUN --sets v2,v3` scores them"
     if len(unscored) == len(rows) > 1:
-        return [f"{reason}: all runs"]
+        return [f"all {count_runs(len(rows))} {reason}"]
     return list_paths(reason, unscored)
 
 

@@ -59,7 +59,8 @@ def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple
     """
     rows = list_rows(load_runs(paths))
     rows = [row for row in rows if with_generated_data or row.get("data.kind") not in GENERATED_DATA]
-    notes = [f"skipped: {row['problem']}" for row in rows if row["state"] == "damaged"]
+    damaged = [row["problem"] for row in rows if row["state"] == "damaged"]
+    notes = [f"{count_runs(len(damaged))} skipped: {'; '.join(damaged)}"] if damaged else []
     groups: dict[str, list[list[Row]]] = defaultdict(list)
     for row in rows:
         if row["state"] != "damaged":
@@ -323,11 +324,11 @@ def compare_arms(arm: str, rows: Sequence[Row], base: str, base_rows: Sequence[R
         pairs.append((run, other))
         ours, theirs = run.get("platform"), other.get("platform")
         if ours and theirs and ours != theirs:
-            reason = f"rounding differs, and perhaps the initial weights: started on {ours}, {base} on {theirs}"
-            mismatches.append((reason, arm, run["seed"]))
+            reason = "started on another device or torch version than the baseline, rounding and weights may differ"
+            mismatches.append((f"{reason}: on {ours}, {base} on {theirs}", arm, run["seed"]))
     options = _find_other_options(get_options(runs[0]), get_options(base_rows[0])) if pairs else []
     if options:
-        text = f"apart from memory and size, differs from {base} in {', '.join(options)}"
+        text = f"with other options than {base} apart from memory and size: {', '.join(options)}"
         mismatches += [(text, arm, run["seed"]) for run, _ in pairs]
     return Comparison(arm, pairs, _compare_sizes(runs, list(bases.values())), mismatches)
 
@@ -422,21 +423,33 @@ def explain_other_data(base: Row, row: Row) -> str:
 # Notes
 
 
+def count_runs(count: int) -> str:
+    """Return a number of runs, such as 1 run or 2 runs."""
+    return f"{count} run{'s' * (count != 1)}"
+
+
 def list_paths(reason: str, rows: Sequence[Row]) -> list[str]:
-    """Return one note with the paths of these runs; an empty list without runs."""
-    return [f"{reason}: {', '.join(row['path'] for row in rows)}"] if rows else []
+    """Return one note with the number and the paths of these runs; an empty list without runs."""
+    return [f"{count_runs(len(rows))} {reason}: {', '.join(row['path'] for row in rows)}"] if rows else []
 
 
 def list_seeds(reasons: Iterable[tuple[str, str, int]]) -> list[str]:
-    """Return a note for each reason, which counts and names its runs, given as (reason, arm, seed)."""
-    groups: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for reason, arm, seed in reasons:
-        groups[reason][arm].append(seed)
+    """Return a note for each reason, which counts and names its runs, given as (reason, arm, seed).
+
+    Reasons that differ only after their first colon share a note.
+    """
+    groups: dict[str, dict[str, dict[str, list[int]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for text, arm, seed in reasons:
+        reason, _, detail = text.partition(": ")
+        groups[reason][detail][arm].append(seed)
     notes = []
-    for reason, arms in groups.items():
-        names = (f"{arm} (seed{'s' * (len(s) > 1)} {', '.join(map(str, sorted(s)))})" for arm, s in arms.items())
-        count = sum(map(len, arms.values()))
-        notes.append(f"{reason}, {count} run{'s' * (count > 1)}: {', '.join(names)}")
+    for reason, details in groups.items():
+        parts = []
+        for detail, arms in details.items():
+            names = (f"{arm} (seed{'s' * (len(s) > 1)} {', '.join(map(str, sorted(s)))})" for arm, s in arms.items())
+            parts.append((f"{detail}: " if detail else "") + ", ".join(names))
+        count = sum(len(seeds) for arms in details.values() for seeds in arms.values())
+        notes.append(f"{count_runs(count)} {reason}: {'; '.join(parts)}")
     return notes
 
 

@@ -94,7 +94,7 @@ def build_dynamics(
     chosen = _choose_arms(arms, base, only)
     curves = [read[name] for name in chosen]
     mismatches: list[tuple[str, str, int]] = [
-        ("left out, has not reached half of the tokens of the other seeds", curve.name, seed)
+        ("left out, with less than half of the tokens of the other seeds", curve.name, seed)
         for curve in curves
         for seed in curve.late
     ]

@@ -88,7 +88,9 @@ def _format_section(title: str, report: Report, image: Path) -> str:
         width = int.from_bytes(png[16:20], "big") // 2  # in the header; half of it is sharp on any screen
         source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
         parts.append(f'<figure><img width="{width}" alt="{html.escape(title)}" src="{source}"></figure>')
-    return "\n".join([*parts, _format_notes(report.notes)])
+    if report.notes:
+        parts += ["<h3>Notes</h3>", _format_notes(report.notes)]
+    return "\n".join(parts)
 
 
 def _anchor(title: str) -> str:

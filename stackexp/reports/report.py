@@ -61,7 +61,7 @@ class Report:
 
 
 def format_report(report: Report, style: Style) -> str:
-    """Return the tables and notes as text."""
+    """Return the tables as text, then the notes below a heading."""
     if style == "latex":
         return _format_latex(report)
     parts = []
@@ -70,9 +70,9 @@ def format_report(report: Report, style: Style) -> str:
         body = format_table(rows, header=table.header, align=table.align, style=style)
         parts += [f"**{table.title}**" if style == "markdown" else wrap_text(table.title), body]
     if report.notes and style == "markdown":
-        parts.append("\n".join(f"- {note}" for note in report.notes))
+        parts += ["**Notes**", "\n".join(f"- {note}" for note in report.notes)]
     elif report.notes:
-        parts.append("\n".join(wrap_text(f"- {note}", indent=2) for note in report.notes))
+        parts += ["Notes", "\n".join(wrap_text(f"- {note}", indent=2) for note in report.notes)]
     return "\n\n".join(parts)
 
 

@@ -220,7 +220,7 @@ def _read_points(
             baseline = name_family(row | {"model.memory.kind": None, "model.kind": "transformer"}, outside)
             sizes = (row["parameters"], row["parameters"] - row["memory_parameters"], row["tokens"])
             points.append(Point(name_family(row, by), *sizes, row["seed"], loss, row["arm"], baseline))
-    return points, [*list_seeds(skipped), *list_paths("training data not compared, none recorded", unrecorded)]
+    return points, [*list_seeds(skipped), *list_paths("without recorded training data, not compared", unrecorded)]
 
 
 def _find_other_data(rows: Sequence[Row]) -> tuple[dict[str, str], list[Row]]:
