@@ -222,6 +222,7 @@ def test_cells_of_a_grid_are_not_the_papers_variants(tmp_path):
     table = read_table(build_ablation([tmp_path]), 0)
     assert "H=2-d_s=4-S=2" in table
     assert not [name for name in table if "(StackTrans)" in name]
+    assert "paper: V2" not in table["H=2-d_s=4-S=2"], "no arm is a variant of the paper"
 
 
 def test_notes_follow_the_tables_and_name_the_runs_of_each_reason_once(runs):

@@ -105,8 +105,8 @@ def _assign_variants(arms: Arms) -> dict[str, str]:
     """
     variants = {}
     for variant, name in CHOICES.items():
-        found = [arm for arm, rows in arms.items() if find_variant(rows[0]) == variant and "=" not in arm]
-        if name in found or len(found) == 1:
+        found = [arm for arm, rows in arms.items() if find_variant(rows[0]) == variant]
+        if name in found or (len(found) == 1 and "=" not in found[0]):
             variants[variant] = name if name in found else found[0]
     return variants
 
@@ -136,15 +136,21 @@ def _average_losses(losses: Sequence[Losses]) -> Losses:
 
 
 def _build_losses(arms: Arms, order: Sequence[str], variants: dict[str, str]) -> Table:
-    """Return the table of losses: the paper's variants, missing ones included, other arms and bigram counts."""
+    """Return the table of losses: the paper's variants, other arms and bigram counts.
+
+    A variant without runs has a row, unless no arm is a variant. One that several arms could be has none.
+    """
     losses = {arm: _average_runs(arms[arm]) for arm in order}
     columns = [c for c in COLUMNS if c != OTHER or any(OTHER in loss for loss in losses.values())]
 
     def build_row(name: str, seeds: int, own: Losses, paper: Sequence[str] = (ABSENT,) * 3) -> list[str]:
+        paper = paper if variants else ()
         return [name, str(seeds), *(format_loss(*own.get(column, (None, None))) for column in columns), *paper]
 
     rows = []
-    for variant, printed in PAPER.items():
+    ambiguous = {find_variant(runs[0]) for runs in arms.values()} - variants.keys()
+    shown = [variant for variant in PAPER if variants and variant not in ambiguous]
+    for variant, printed in ((variant, PAPER[variant]) for variant in shown):
         paper = [format_loss(*cell) + "†" * contradicts_itself(*cell) for cell in printed]
         arm = variants.get(variant, CHOICES[variant])
         name = arm if arm == CHOICES[variant] else f"{arm} ({variant})"
@@ -152,6 +158,8 @@ def _build_losses(arms: Arms, order: Sequence[str], variants: dict[str, str]) ->
     rows += [build_row(arm, len(arms[arm]), losses[arm]) for arm in order if arm not in variants.values()]
     for name, runs in group_bigrams((arm, row) for arm in order for row in arms[arm]):
         rows.append(build_row(name, len(runs), _average_losses([average_sets(get_scores(r, "bigrams")) for r in runs])))
+    if not variants:
+        return Table("Losses", ["run", "seeds", *columns], rows)
     title = "Losses. †: impossible in the paper, because a mean perplexity is at least exp(mean loss)"
     return Table(title, ["run", "seeds", *columns, *(f"paper: {c}" for c in (TRAINING, "V2", "V3"))], rows)
 
