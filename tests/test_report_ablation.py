@@ -15,8 +15,25 @@ from stackexp.config.compose import compose
 from stackexp.data.olmo import NAMES
 from stackexp.errors import RunError
 from stackexp.evaluation.scores import write_chunk_losses
-from stackexp.reports.ablation import PAPER, build_ablation, contradicts_itself
-from stackexp.reports.arms import CHOICES, COLUMNS, compare_arms, compute_difference, find_variant, load_arms
+from stackexp.reports.ablation import (
+    PAPER,
+    adjust_holm,
+    build_ablation,
+    classify_effect,
+    contradicts_itself,
+    judge_arms,
+)
+from stackexp.reports.arms import (
+    CHOICES,
+    COLUMNS,
+    Difference,
+    compare_arms,
+    compute_difference,
+    find_variant,
+    list_seeds,
+    load_arms,
+)
+from stackexp.reports.page import build_page
 from stackexp.reports.report import Report, format_report
 from stackexp.tables import ABSENT
 
@@ -242,10 +259,117 @@ def test_the_figure_is_sorted_by_loss_and_explains_the_average(runs):
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["value_skip", "stacktrans"]
     assert axes.get_ylim()[0] > axes.get_ylim()[1], "the lowest loss is at the top"
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["training loss", "average (sets outside V2 and V3)"]
+    (legend,) = figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == ["training loss", "average (sets outside V2 and V3)", "differences below 0.01"]
+    assert axes.get_title() == "95 % intervals", "no arm has one seed"
+    assert figure.bbox.contains(*legend.get_window_extent().p0)
+    assert figure.bbox.contains(*legend.get_window_extent().p1)
     for label in axes.get_yticklabels():
         assert label.get_window_extent().x0 >= 0
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "word"),
+    [
+        (-0.03, -0.01, "helps"),
+        (0.002, 0.005, "hurts"),
+        (-0.009, 0.008, "no effect above 0.01"),
+        (-0.01, 0.0, "undecided"),
+        (-0.005, 0.05, "undecided"),
+        (-0.05, 0.005, "undecided"),
+    ],
+)
+def test_an_interval_that_contains_the_effect_is_undecided(low, high, word):
+    assert classify_effect(low, high, effect=0.01) == word
+    corrected = {"helps": "undecided", "hurts": "no effect above 0.01"}
+    assert classify_effect(low, high, effect=0.01, is_significant=False) == corrected.get(word, word)
+
+
+def test_holm_multiplies_the_smallest_p_values_most():
+    assert adjust_holm([0.01, 0.04, 0.03, 0.9]) == pytest.approx([0.04, 0.09, 0.09, 0.9])
+    assert adjust_holm([]) == []
+
+
+def test_arms_without_an_effect_rarely_help_or_hurt():
+    """The arms share the baseline, so their differences are correlated."""
+    rng, count, found = np.random.default_rng(0), 1000, 0
+    for _ in range(count):
+        losses = rng.standard_normal((18, 3))
+        differences = {str(arm): compute_difference((losses[arm] - losses[0]).tolist()) for arm in range(1, 18)}
+        found += any(verdict.word in ("helps", "hurts") for verdict in judge_arms(differences, 0.01).values())
+    assert 0.01 < found / count < 0.05 + 2 * math.sqrt(0.05 * 0.95 / count)
+
+
+def test_verdicts_are_corrected_for_the_number_of_arms():
+    clear = compute_difference([-0.1, -0.08, -0.11])  # p = 0.0082
+    assert judge_arms({"a": clear}, 0.01)["a"].word == "helps"
+    others = {str(i): compute_difference([-0.1, 0.1, 0.0]) for i in range(6)}
+    assert judge_arms({"a": clear} | others, 0.01)["a"] == ("undecided", (clear.low, clear.high))
+    same = judge_arms({"a": compute_difference([0.0, 0.0]), "one": Difference(-0.5, -0.6, -0.4, 1), "no": None}, 0.01)
+    assert {arm: verdict.word for arm, verdict in same.items()} == {
+        "a": "no effect above 0.01",
+        "one": "undecided",
+        "no": "undecided",
+    }
+
+
+def test_the_verdict_is_below_the_differences_in_every_format(runs, tmp_path, capsys):
+    for seed, loss in enumerate((3.0, 3.2, 3.1)):
+        finish(write_run(runs / f"copy-seed={seed}-0123abcd", "model.memory=adapter", seed=seed), loss)
+    text = (
+        "Verdict on the average (effect 0.01 nats, 95 %, Holm over 3 arms; a gain above the number in parentheses is "
+        "excluded): helps: stacktrans (0.135); no effect above 0.01: copy (0.000); undecided: value_skip (7.438)."
+    )
+    report = build_ablation([runs])
+    assert report.tables[1].conclusion == text
+    assert {r["arm"]: r["average verdict"] for r in report.records if r["arm"] != "transformer"} == {
+        "stacktrans": "helps",
+        "copy": "no effect above 0.01",
+        "value_skip": "undecided",
+    }
+    for style, notes in (("terminal", "\nNotes\n\n- Filled"), ("markdown", "\n**Notes**\n\n- Filled")):
+        printed = format_report(report, style)
+        assert printed.rindex("value_skip  ") < printed.index(text) < printed.index(notes)
+    assert text.replace("%", r"\%").replace("_", r"\_") in format_report(report, "latex")
+    page = build_page(runs)
+    assert page.rindex("value_skip</td>") < page.index(f"<p>{text}</p>") < page.index("<h3>Notes</h3>")
+    options = ["--loss", "training loss", "--effect", "0.2", "--tables"]
+    assert cli.main(["report", "ablation", str(runs), *options]) == 0
+    assert capsys.readouterr().out.endswith(
+        "Verdict on the training loss (effect 0.2 nats, 95 %, Holm over 3 arms; a gain above the number in parentheses "
+        "is excluded): helps: stacktrans (0.135); no effect above 0.2: copy (0.000); undecided: value_skip (7.438).\n"
+    )
+    assert cli.main(["report", "ablation", str(runs), "--effect", "-1"]) == 1
+    assert "--effect -1: not a difference in nats; use a positive number" in capsys.readouterr().err
+
+
+def test_one_pair_decides_nothing(runs):
+    pair = [next(runs.glob(f"{arm}-seed=0-*")) for arm in ("transformer", "stacktrans")]
+    conclusion = build_ablation(pair).tables[1].conclusion
+    assert conclusion == "Verdict on the average: undecided; an interval over seeds needs two pairs or more."
+    conclusion = build_ablation([*pair, *runs.glob("transformer-*"), *runs.glob("value_skip-*")]).tables[1].conclusion
+    assert "undecided: stacktrans (one pair), value_skip (7.438)" in conclusion
+
+
+def test_a_variant_that_several_arms_could_be_has_no_row(runs):
+    for name in ("a", "b"):
+        finish(write_run(runs / f"{name}-0123abcd", "model.memory=queue", f"optimizer.lr=0.0{len(name)}"), 3.0)
+    report = build_ablation([runs])
+    table = read_table(report, 0)
+    assert not {"queue", "a (Queue)", "b (Queue)"} & table.keys()
+    assert table["a"]["paper: V2"] == ABSENT
+    assert table["single_head"]["paper: V2"] == "3.552 / 33.56†", "no arm could be it"
+    assert {r["variant"] for r in report.records if r["arm"] in ("a", "b")} == {None}
+
+
+def test_reasons_share_a_note_up_to_their_first_colon():
+    reasons = [("left out", "a", 1), ("on another device: x", "a", 1), ("on another device: y", "b", 0)]
+    reasons += [("on another device: x", "a", 0)]
+    assert list_seeds(reasons) == [
+        "1 run left out: a (seed 1)",
+        "3 runs on another device: x: a (seeds 0, 1); y: b (seed 0)",
+    ]
 
 
 def test_means_and_differences_are_over_the_same_sets(tmp_path):

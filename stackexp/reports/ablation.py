@@ -3,13 +3,16 @@
 import math
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from stackexp.data.olmo import NAMES
 from stackexp.errors import RunError
 from stackexp.frame import Row, get_scores
+from stackexp.modules.scores import get_t_quantile
 from stackexp.reports.arms import (
     CHOICES,
     COLUMNS,
@@ -48,6 +51,7 @@ PAPER = {
     "Full-Dimension": ((2.370, None), (3.457, 33.05), (3.105, 24.73)),
 }
 """Variant -> (loss, perplexity) that the paper prints: in training, on V2 and on V3."""
+LEVEL = 0.05  # of the tests, after Holm's correction
 LEGEND = (
     "Losses are means over the seeds, in nats per token, with perplexity after the slash. Training loss: mean of the "
     "last 20 steps. Average: the run's own sets outside V2 and V3.",
@@ -56,6 +60,9 @@ LEGEND = (
     "Intervals are 95 %: Student's t over seeds, for validation widened by a paired bootstrap over the chunks of the "
     "sets, if both runs have recorded these. In square brackets: one seed, chunks only. Bold or *: an interval over "
     "seeds excludes zero; by chance, one in twenty does.",
+    "Verdict: helps or hurts if the interval excludes zero, after Holm's correction over all arms with two pairs or "
+    "more (level 0.05). No effect above E if the interval lies between -E and +E (--effect). Otherwise undecided; "
+    '"after Holm": only the correction makes it undecided.',
 )
 
 
@@ -64,12 +71,17 @@ def contradicts_itself(loss: float, perplexity: float | None) -> bool:
     return perplexity is not None and perplexity < math.exp(loss - 0.0005)
 
 
-def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report:
+def build_ablation(
+    paths: Sequence[Path], baseline: str | None = None, measure: str | None = None, effect: float = 0.01
+) -> Report:
     """Build the report of the runs at or below `paths`.
 
     `baseline` names an arm. The default is `transformer`, or else the Transformer without a memory that was trained on
-    the most tokens; if there are several, the smallest.
+    the most tokens; if there are several, the smallest. The verdict is on the column `measure`, by default the first of
+    V2, the average and the training loss that all arms have; `effect` is the difference in question, in nats.
     """
+    if not 0 < effect < math.inf:
+        raise RunError(f"--effect {effect:g}: not a difference in nats; use a positive number such as 0.01")
     arms, skipped = load_arms(paths)
     finished = {name: rows for name in arms if (rows := select_finished(arms[name]))}
     if baseline in arms and baseline not in finished:
@@ -80,10 +92,13 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
     order = [*(variants[v] for v in PAPER if v in variants), *(a for a in finished if a not in variants.values())]
     comparisons = [compare_arms(a, finished[a], base, finished[base]) for a in order if a != base] if base else []
     paired = [comparison for comparison in comparisons if comparison.pairs]
+    columns = [measure] if measure else ["V2", OTHER, TRAINING]
+    column = next((c for c in columns if all(c in x.differences for x in paired)), columns[-1])
+    verdicts = judge_arms({x.arm: x.differences.get(column) for x in paired}, effect)
     tables = [_build_losses(finished, order, variants)]
     if base and paired:
-        tables.append(_build_differences(paired, base))
-    notes = [describe_sweep(paths, "ablation"), *LEGEND]
+        tables.append(_build_differences(paired, base, _format_verdicts(verdicts, column, effect)))
+    notes = [describe_sweep(paths, "ablation")]
     if base is None:
         notes.append("no differences: no finished run of a Transformer without a memory; choose another --baseline")
     waiting = [name for name in arms if name not in finished and find_variant(arms[name][0]) == "Transformer"]
@@ -92,10 +107,86 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
         notes.append(f"the baseline is {base}, because no run of {', '.join(waiting)} is finished")
     notes += list_seeds(mismatch for comparison in comparisons for mismatch in comparison.mismatches)
     rows = [row for arm in order for row in finished[arm]]
-    notes += [*_describe_incomplete(finished), *_describe_missing(rows)]
-    notes += skipped
-    draw = (lambda: draw_differences(paired, str(base))) if paired else None
-    return Report(tables, notes, _build_records(finished, order, comparisons), draw)
+    notes += [*_describe_incomplete(finished), *_describe_missing(rows), *skipped]
+    rates = {row["optimizer.lr"] for row in rows if "optimizer.lr" in row}
+    if paired and len(rates) == 1:
+        notes.append(f"All arms share the learning rate {rates.pop():g}; a difference may be one of tuning.")
+    records = _build_records(finished, order, variants, comparisons)
+    for record in records:
+        if verdict := verdicts.get(record["arm"]):
+            record[f"{column} verdict"] = verdict.word
+    draw = (lambda: draw_differences(paired, str(base), column, effect)) if paired else None
+    return Report(tables, [*notes, *LEGEND], records, draw)
+
+
+class Verdict(NamedTuple):
+    """The verdict on an arm, with its interval over seeds if there is one."""
+
+    word: str
+    interval: tuple[float, float] | None
+
+
+def classify_effect(low: float, high: float, effect: float, is_significant: bool = True) -> str:
+    """Return the verdict on the interval of a loss difference: helps, hurts, no effect above `effect` or undecided.
+
+    `is_significant` is False if the interval excludes zero only before a correction for multiple comparisons.
+    """
+    if is_significant and (high < 0 or low > 0):
+        return "helps" if high < 0 else "hurts"
+    return f"no effect above {effect:g}" if -effect < low and high < effect else "undecided"
+
+
+def adjust_holm(p_values: Sequence[float]) -> list[float]:
+    """Return the p-values after Holm's correction."""
+    order = np.argsort(p_values)
+    steps = np.sort(p_values) * np.arange(len(p_values), 0, -1)
+    adjusted = np.empty(len(p_values))
+    adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1)
+    return adjusted.tolist()
+
+
+def judge_arms(differences: Mapping[str, Difference | None], effect: float) -> dict[str, Verdict]:
+    """Return the verdict on each arm by its difference from the baseline. An arm without two pairs is undecided."""
+    intervals: dict[str, tuple[float, float]] = {}
+    p_values = []
+    for arm, difference in differences.items():
+        if difference and difference.seeds > 1 and difference.low is not None and difference.high is not None:
+            intervals[arm] = difference.low, difference.high
+            p_values.append(_compute_p_value(difference.low, difference.high, difference.seeds - 1))
+    verdicts = dict.fromkeys(differences, Verdict("undecided", None))
+    for (arm, interval), p_value in zip(intervals.items(), adjust_holm(p_values), strict=True):
+        verdicts[arm] = Verdict(classify_effect(*interval, effect, p_value <= LEVEL), interval)
+    return verdicts
+
+
+def _compute_p_value(low: float, high: float, degrees: int) -> float:
+    """Return the p-value of no difference from a 95 % interval, as if all of its width came from Student's t.
+
+    At smaller levels, the part that comes from the chunks grows more slowly, so the true p-value may be smaller.
+    """
+    from scipy.special import stdtr
+
+    if low == high:
+        return float(low == 0)
+    return float(2 * stdtr(degrees, -abs(high + low) / (high - low) * get_t_quantile(degrees)))
+
+
+def _format_verdicts(verdicts: Mapping[str, Verdict], column: str, effect: float) -> str:
+    """Return one line: the arms of each verdict, with the largest gain that their interval does not exclude."""
+    count = sum(verdict.interval is not None for verdict in verdicts.values())
+    name = column if column in ("V2", "V3") else f"the {column}"
+    if not count:
+        return f"Verdict on {name}: undecided; an interval over seeds needs two pairs or more."
+    groups: dict[str, list[str]] = {}
+    for arm, (word, interval) in verdicts.items():
+        is_corrected = word == "undecided" and interval and not interval[0] <= 0 <= interval[1]
+        gain = f"{max(0.0, -interval[0]):.3f}" if interval else "one pair"
+        groups.setdefault(f"{word} after Holm" if is_corrected else word, []).append(f"{arm} ({gain})")
+    parts = [f"{word}: {', '.join(arms)}" for word, arms in sorted(groups.items())]
+    return (
+        f"Verdict on {name} (effect {effect:g} nats, 95 %, Holm over {count} arm{'s' * (count > 1)}; a gain above the "
+        f"number in parentheses is excluded): {'; '.join(parts)}."
+    )
 
 
 def _assign_variants(arms: Arms) -> dict[str, str]:
@@ -164,12 +255,13 @@ def _build_losses(arms: Arms, order: Sequence[str], variants: dict[str, str]) ->
     return Table(title, ["run", "seeds", *columns, *(f"paper: {c}" for c in (TRAINING, "V2", "V3"))], rows)
 
 
-def _build_differences(comparisons: list[Comparison], base: str) -> Table:
+def _build_differences(comparisons: list[Comparison], base: str, conclusion: str) -> Table:
     columns = [c for c in COLUMNS if any(c in x.differences for x in comparisons)]
     rows = [
         [x.arm, str(len(x.pairs)), *x.sizes, *(str(x.differences.get(c, ABSENT)) for c in columns)] for x in comparisons
     ]
-    return Table(f"Differences from {base}", ["run", "pairs", "parameters", "FLOPs/token", *columns], rows)
+    header = ["run", "pairs", "parameters", "FLOPs/token", *columns]
+    return Table(f"Differences from {base}", header, rows, conclusion=conclusion)
 
 
 def _describe_incomplete(arms: Arms) -> list[str]:
@@ -198,44 +290,50 @@ def _describe_missing(rows: Sequence[Row]) -> list[str]:
     return list_paths(reason, unscored)
 
 
-def _build_records(arms: Arms, order: Sequence[str], comparisons: list[Comparison]) -> list[dict[str, Any]]:
+def _build_records(
+    arms: Arms, order: Sequence[str], variants: Mapping[str, str], comparisons: list[Comparison]
+) -> list[dict[str, Any]]:
     """Return a record for each finished run, with the differences of its arm."""
     differences = {comparison.arm: comparison.differences for comparison in comparisons}
+    names = {arm: variant for variant, arm in variants.items()}
     records = []
     for arm, row in ((name, row) for name in order for row in arms[name]):
-        record: dict[str, Any] = {"arm": arm, "variant": find_variant(row), "seed": row["seed"], "run": row["path"]}
+        record: dict[str, Any] = {"arm": arm, "variant": names.get(arm), "seed": row["seed"], "run": row["path"]}
         record |= {key: row.get(key) for key in ("tokens", "parameters", "memory_parameters")}
         record |= {"flops_per_token": compute_flops(arms[arm][0])}
         for column, (loss, perplexity) in read_losses(row).items():
             record |= {column: loss} | ({f"{column} perplexity": perplexity} if perplexity is not None else {})
         for column, difference in differences.get(arm, {}).items():
-            names = (f"{column} difference", f"{column} low", f"{column} high")
-            record |= dict(zip(names, difference[:3], strict=True))
+            keys = (f"{column} difference", f"{column} low", f"{column} high")
+            record |= dict(zip(keys, difference[:3], strict=True))
         records.append(record)
     return records
 
 
-def draw_differences(comparisons: list[Comparison], baseline: str) -> Any:
-    """Draw the difference of each arm from the baseline with its interval, the lowest loss first."""
+def draw_differences(comparisons: list[Comparison], baseline: str, column: str, effect: float) -> Any:
+    """Draw the difference of each arm from the baseline with its interval, the lowest loss in `column` first.
+
+    A band shows the differences smaller than `effect`.
+    """
     columns = [c for c in COLUMNS if any(c in x.differences for x in comparisons)]
-    last = columns[-1] if columns else TRAINING
-    order = sorted(comparisons, key=lambda x: x.differences[last].mean if last in x.differences else math.inf)
+    order = sorted(comparisons, key=lambda x: x.differences[column].mean if column in x.differences else math.inf)
     names = [comparison.arm for comparison in order]
-    figure, axes = new_figure(5.2 + 0.08 * max(map(len, [baseline, *names])), 1.4 + 0.34 * len(names))
-    for i, column in enumerate(columns):
+    figure, axes = new_figure(5.2 + 0.08 * max(map(len, [baseline, *names])), 1.7 + 0.34 * len(names))
+    for i, name in enumerate(columns):
         for row, comparison in enumerate(order):
-            if column in comparison.differences:
-                _draw_interval(axes, comparison.differences[column], row + 0.16 * (i - (len(columns) - 1) / 2), i)
-        label = "average (sets outside V2 and V3)" if column == OTHER else column
+            if name in comparison.differences:
+                _draw_interval(axes, comparison.differences[name], row + 0.16 * (i - (len(columns) - 1) / 2), i)
+        label = "average (sets outside V2 and V3)" if name == OTHER else name
         axes.plot([], [], "os^D"[i], color=PALETTE[i], label=label)
+    axes.axvspan(-effect, effect, color="black", alpha=0.1, linewidth=0, label=f"differences below {effect:g}")
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=7)
     axes.set_xlabel(f"Loss minus that of {baseline} (nats per token)")
-    axes.set_title("95 % intervals; hollow: one seed, chunks only", fontsize=8)
-    if columns:
-        axes.legend(loc="best", fontsize=8)
+    has_single = any(difference.seeds < 2 for x in comparisons for difference in x.differences.values())
+    axes.set_title("95 % intervals" + "; hollow: one seed, chunks only" * has_single, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 

@@ -104,7 +104,8 @@ def _format_table(table: Table) -> str:
         return "<tr>" + "".join(f"<{tag}{side}>{_format_cell(cell)}</{tag}>" for side, cell in found) + "</tr>"
 
     rows = "\n".join([row(table.header, "th"), *(row(cells, "td") for cells in table.rows)])
-    return f'<h3>{_markup(table.title)}</h3>\n<div class="wide"><table>\n{rows}\n</table></div>'
+    conclusion = f"\n<p>{_markup(table.conclusion)}</p>" if table.conclusion else ""
+    return f'<h3>{_markup(table.title)}</h3>\n<div class="wide"><table>\n{rows}\n</table></div>{conclusion}'
 
 
 def _format_cell(cell: str) -> str:

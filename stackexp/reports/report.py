@@ -37,12 +37,14 @@ class Table:
     """A titled table of text cells: first `num_labels` columns of labels, then columns of numbers.
 
     Text in `**` is bold; on a terminal it ends with a `*`. A cell in `*` is italic; on a terminal it is plain.
+    `conclusion` is a line below the table.
     """
 
     title: str
     header: list[str]
     rows: list[list[str]]
     num_labels: int = 1
+    conclusion: str = ""
 
     @property
     def align(self) -> str:
@@ -69,6 +71,8 @@ def format_report(report: Report, style: Style) -> str:
         rows = table.rows if style == "markdown" else [[_star(cell) for cell in row] for row in table.rows]
         body = format_table(rows, header=table.header, align=table.align, style=style)
         parts += [f"**{table.title}**" if style == "markdown" else wrap_text(table.title), body]
+        if table.conclusion:
+            parts.append(table.conclusion if style == "markdown" else wrap_text(table.conclusion))
     if report.notes and style == "markdown":
         parts += ["**Notes**", "\n".join(f"- {note}" for note in report.notes)]
     elif report.notes:
@@ -96,9 +100,10 @@ def _format_latex(report: Report) -> str:
             format_table(rows, header=header, style="latex"),
             r"\end{tabular}}",
         ]
+        below = [table.conclusion] if table.conclusion else []
         if table is report.tables[-1]:
-            notes = [note for note in report.notes if "`" not in note]
-            lines += [rf"\par\raggedright\footnotesize {escape_latex(note)}" for note in notes]
+            below += [note for note in report.notes if "`" not in note]
+        lines += [rf"\par\raggedright\footnotesize {escape_latex(line)}" for line in below]
         lines.append(r"\end{table}")
     return "\n".join(lines)
 

@@ -29,6 +29,15 @@ def parse_lengths(text: str) -> tuple[int, int]:
     return first, last
 
 
+LOSS = argument(
+    "--loss",
+    "COLUMN",
+    "training loss, V2, V3 or average (default: the first of V2, average, training loss that all runs have)",
+    dest="measure",
+    choices=("training loss", "V2", "V3", "average"),
+)
+
+
 class ReportVerb(Verb):
     """A report of runs, with options for its output.
 
@@ -113,14 +122,23 @@ class Formal(ReportVerb):
 
 
 class Ablation(ReportVerb):
-    """Compare the variants of a model with the paper's ablation, with differences from a baseline, paired by seed."""
+    """Compare the variants of a model with the paper's ablation, with differences from a baseline, paired by seed.
+
+    A verdict follows the differences: an arm helps, hurts, has no effect above --effect, or is undecided.
+    """
 
     builder = "reports.ablation:build_ablation"
     examples = (
         "report ablation runs/ablation",
         "report ablation runs/depth_memories --baseline transformer_wide --figure ablation.pdf",
     )
-    options = (argument("--baseline", "NAME", "run to compare with (default: the Transformer without a memory)"),)
+    options = (
+        argument("--baseline", "NAME", "run to compare with (default: the Transformer without a memory)"),
+        LOSS,
+        argument(
+            "--effect", "NATS", "difference that the verdict is about (default: %(default)s)", type=float, default=0.01
+        ),
+    )
 
 
 class Scaling(ReportVerb):
@@ -136,13 +154,7 @@ class Scaling(ReportVerb):
         "report scaling runs/ladder --by optimizer.lr",
     )
     options = (
-        argument(
-            "--loss",
-            "COLUMN",
-            "training loss, V2, V3 or average (default: the first of V2, average, training loss that all runs have)",
-            dest="measure",
-            choices=("training loss", "V2", "V3", "average"),
-        ),
+        LOSS,
         argument("--irreducible", "LOSS", "loss that no size removes (default: 0)", type=float, default=0.0),
         argument("--by", "KEY,...", "options whose values separate families as well", type=split_names, default=()),
     )
