@@ -5,6 +5,7 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,6 +131,11 @@ def test_an_epoch_has_whole_steps_and_a_new_order(folder):
     assert epochs[0] != epochs[1] != epochs[2]
     assert set().union(*epochs) == set(range(93)), "the same sequences are left out in every epoch"
     assert fit(config, 3) == indices[:6]
+
+
+def test_shuffle_seed_replaces_the_seed_of_the_order(folder):
+    config = build_config(path=str(folder))  # of seed 5
+    assert fit(replace(config, shuffle_seed=5), 3) == fit(config, 3) != fit(replace(config, shuffle_seed=1), 3)
 
 
 def test_without_shuffling_the_order_is_that_of_the_set(folder):

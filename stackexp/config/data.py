@@ -45,6 +45,8 @@ class DataConfig:
     """Sequences per device and forward pass."""
     shuffle: bool = True
     """Shuffle the sequences of each epoch."""
+    shuffle_seed: Optional[int] = option(None, min=0, max=2**32 - 1)
+    """Seed of the sequence order; null is `seed`, which also draws the initial weights."""
     num_canonical_nodes: int = option(1, min=1)
     """Nodes that the sample order is computed for; a multiple or a divisor of the real number of nodes."""
     num_workers: int = option(1, min=0, affects="execution")

@@ -99,7 +99,8 @@ class PretrainingData(ExperimentData):
         """Open and check the sets that a stage ("fit", "validate", "test") reads. Raises RunError."""
         eval_stage = "validate" if stage == "fit" else stage
         if stage == "fit":
-            self.train_set = TrainingSet(self.config, self.data_paths().train, self.seed)
+            seed = self.seed if self.config.shuffle_seed is None else self.config.shuffle_seed
+            self.train_set = TrainingSet(self.config, self.data_paths().train, seed)
         if not (self.list_set_paths(eval_stage) or self.skipped_sets or self.train_set):
             section = SECTIONS[eval_stage]
             raise RunError(f"no {section} sets; add one with data.{section}.NAME=PATH")
