@@ -82,6 +82,10 @@ def test_intervals_include_the_sampling_of_chunks(runs):
     assert mean == pytest.approx(over_seeds.mean)
     margin = math.hypot((over_seeds.high - over_seeds.low) / 2, chunk_margin)
     assert (high - low) / 2 == pytest.approx(margin, rel=0.001)
+    assert row["average seed noise"] == pytest.approx(0.0153, abs=0.0001)
+    assert row["average chunk noise"] == pytest.approx(0.01 * math.sqrt(2 / 400), rel=0.3)
+    assert row["average chunks needed"] < 100
+    assert any(note.startswith("Noise of one pair in average") for note in report.notes)
 
     pair = [next(runs.glob(f"{arm}-seed=0-*")) for arm in ("transformer", "stacktrans")]
     cell = read_table(build_ablation(pair), 1)["stacktrans"]["average"]
@@ -388,8 +392,8 @@ def test_means_and_differences_are_over_the_same_sets(tmp_path):
     assert "V2" not in report.tables[1].header
 
 
-@pytest.mark.parametrize("counts", [[[10.0], [10.0]], [[10.0, 10.0], [10.0, 10.0, 10.0]]])
-def test_sets_with_one_chunk_or_other_chunks_have_no_chunk_intervals(tmp_path, counts):
+@pytest.mark.parametrize("counts", [[[10.0] * 59] * 2, [[10.0] * 60, [10.0] * 61]])
+def test_sets_with_few_chunks_or_other_chunks_have_no_chunk_intervals(tmp_path, counts):
     for name in ("null", "queue"):
         for seed in (0, 1):
             run = finish(write_run(tmp_path / f"{name}-seed={seed}-0123abcd", f"model.memory={name}", seed=seed), 5.0)

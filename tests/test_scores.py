@@ -1,56 +1,132 @@
-"""Scores of evaluation sets: bootstrap intervals, averages, any number of ranks; and means over one optimizer step."""
+"""Scores of evaluation sets: intervals, noise, averages, any number of ranks; and means over one optimizer step."""
 
 import math
-import random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from scipy.signal import lfilter
 
 from stackexp.evaluation.scores import format_scores
 from stackexp.files import replace_non_finite
 from stackexp.modules import scores
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.metrics import ChunkLosses, SequenceScores, StepMetrics
-from stackexp.modules.scores import average_groups, average_scores, bootstrap_interval, compute_set_scores
+from stackexp.modules.scores import (
+    Noise,
+    SamplingError,
+    average_errors,
+    average_groups,
+    average_scores,
+    compute_set_scores,
+    estimate_sampling_error,
+    split_noise,
+    split_seed_noise,
+)
+
+SIZES, CORRELATIONS = (60, 100, 200, 400, 800), (0.0, 0.2, 0.4, 0.6, 0.8)
+GRID = [(size, correlation, kind) for size in SIZES for correlation in CORRELATIONS for kind in ("normal", "skewed")]
 
 
-def test_interval_agrees_with_resampling_in_plain_python():
-    rng = np.random.default_rng(0)
-    chunks = np.stack([rng.gamma(9.0, size=23), rng.integers(3, 6, 23), np.zeros(23)])
-    low, high = bootstrap_interval(chunks[0], chunks[1])
-    resampler, means = random.Random(1), []
-    for _ in range(4000):
-        drawn = resampler.choices(range(23), k=23)
-        means.append(sum(chunks[0, drawn]) / sum(chunks[1, drawn]))
-    means.sort()
-    mean, widening = compute_set_scores(chunks)["loss"], 2.074 / 1.960 * math.sqrt(23 / 22)
-    expected = [mean + widening * (end - mean) for end in (means[100], means[-100])]
-    assert [low, high] == pytest.approx(expected, abs=0.03 * (expected[1] - expected[0]))
-    assert low < mean < high
+def simulate(size: int, correlation: float, kind: str, repetitions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the losses [repetitions, size] and counts [size] of chunks whose true mean loss is 3.
+
+    The losses are an AR(1) process, of exponential innovations and with unequal counts if `kind` is skewed.
+    """
+    rng = np.random.default_rng([size, round(10 * correlation)])
+    shape = (repetitions, size + 60)
+    is_skewed = kind == "skewed"
+    innovations = rng.exponential(size=shape) - 1 if is_skewed else rng.standard_normal(shape)
+    chunks = 3 + lfilter([math.sqrt(1 - correlation**2)], [1, -correlation], innovations, axis=1)[:, 60:]
+    counts = rng.integers(10, 256, size).astype(float) if is_skewed else np.ones(size)
+    return chunks * counts, counts
 
 
-@pytest.mark.parametrize(("size", "correlation"), [(12, 0.0), (60, 0.0), (300, 0.0), (300, 0.5)])
-def test_interval_has_its_nominal_coverage(size, correlation):
-    rng = np.random.default_rng(3)
-    samples = rng.standard_normal((300, size))
-    for i in range(1, size):
-        samples[:, i] = correlation * samples[:, i - 1] + math.sqrt(1 - correlation**2) * samples[:, i]
-    inside = [low < 0 < high for low, high in (bootstrap_interval(s, np.ones(size), 400) for s in samples)]
-    assert 0.92 < np.mean(inside) < 0.98
+def measure_coverage(losses: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+    """Return the share of intervals that contain 3, and the share of series with an interval."""
+    errors = [(row.sum() / counts.sum() - 3, estimate_sampling_error(row, counts)) for row in losses]
+    covered = [abs(error) < estimate.margin for error, estimate in errors if estimate is not None]
+    return float(np.mean(covered)), len(covered) / len(errors)
 
 
-def test_many_chunks_are_resampled_in_blocks():
-    losses = np.random.default_rng(3).gamma(9.0, size=scores.MAX_BOOTSTRAP_BLOCKS + 2)
-    blocks = np.add.reduceat(losses, np.arange(0, len(losses), 2))
-    counts = np.full(len(blocks), 2)
-    counts[-1] = 1
-    assert bootstrap_interval(losses, np.ones(len(losses)), 50) == bootstrap_interval(blocks, counts, 50)
+@pytest.mark.parametrize(
+    ("size", "correlation", "kind"), [(60, 0.0, "normal"), (60, 0.8, "normal"), (200, 0.6, "skewed")]
+)
+def test_interval_has_its_nominal_coverage(size, correlation, kind):
+    coverage, share = measure_coverage(*simulate(size, correlation, kind, 4000))
+    assert 0.93 < coverage < 0.97
+    assert share > 0.9
 
 
-def test_a_single_chunk_has_no_interval():
-    assert "loss_low" not in compute_set_scores(np.array([[3.0], [2.0], [1.0]]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "correlation", "kind"), GRID)
+def test_interval_has_its_nominal_coverage_on_the_whole_grid(size, correlation, kind):
+    coverage, share = measure_coverage(*simulate(size, correlation, kind, 10_000))
+    assert 0.93 < coverage < 0.97
+    assert share > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "longest"), [(100, 10), (400, 10), (400, 40), (800, 40)])
+def test_interval_covers_the_mean_of_chunks_that_files_have_in_common(size, longest):
+    rng = np.random.default_rng(size)
+    losses = np.empty((6000, size))
+    for row in losses:
+        lengths = rng.integers(longest // 8, longest + 1, size)
+        row[:] = np.repeat(rng.standard_normal(size), np.maximum(lengths, 1))[:size]
+    losses = 3 + math.sqrt(0.3) * losses + math.sqrt(0.7) * rng.standard_normal(losses.shape)
+    coverage, share = measure_coverage(losses, np.ones(size))
+    assert 0.93 < coverage < 0.97
+    assert share > 0.9
+
+
+def test_few_or_persistent_chunks_have_no_interval():
+    noise = np.random.default_rng(0).standard_normal(800)
+    assert estimate_sampling_error(noise[:59], np.ones(59)) is None
+    assert estimate_sampling_error(noise.cumsum(), np.ones(800)) is None
+    assert estimate_sampling_error(np.where(noise > 3, np.inf, noise), np.ones(800)) is None, "a diverged model"
+    scores = compute_set_scores(np.stack([noise[:59], np.ones(59), np.zeros(59)]))
+    assert "loss_low" not in scores
+    assert "too few chunks" in format_scores({"a": scores})
+
+
+def test_independent_chunks_have_the_interval_of_student():
+    error = estimate_sampling_error(np.array([1.0, 2.0, 6.0]), np.ones(3), is_independent=True)
+    assert error == pytest.approx((math.sqrt(7 / 3), 2))
+    assert error.margin == pytest.approx(4.302653 * math.sqrt(7 / 3))
+    assert estimate_sampling_error(np.ones(1), np.ones(1), is_independent=True) is None
+
+
+def test_error_of_an_average_has_the_degrees_of_welch_and_satterthwaite():
+    assert average_errors([SamplingError(3.0, 8), SamplingError(4.0, 5)]) == pytest.approx(
+        (2.5, 625 / (81 / 8 + 256 / 5))
+    )
+    assert average_errors([SamplingError(0.0, 8), SamplingError(0.0, 5)]) == (0.0, 5)
+
+
+def test_noise_is_split_into_seeds_and_chunks():
+    rng, splits = np.random.default_rng(0), []
+    for _ in range(300):
+        sets = []
+        seeds = 0.02 * rng.standard_normal((6, 1))
+        for size in (200, 300):
+            differences = seeds + 0.1 * rng.standard_normal(size) + 0.2 * rng.standard_normal((6, size))
+            sets.append((10 * differences, np.full(size, 10.0)))
+        splits.append(split_noise(sets))
+    assert math.sqrt(np.mean([split.seed**2 for split in splits])) == pytest.approx(0.02, rel=0.05)
+    chunk = math.sqrt((0.1**2 + 0.2**2) * (1 / 200 + 1 / 300) / 4)
+    assert math.sqrt(np.mean([split.chunk**2 for split in splits])) == pytest.approx(chunk, rel=0.05)
+    assert Noise(0.02, 0.02, 500).chunks_needed == pytest.approx(4500)
+    assert split_noise([(np.zeros((2, 59)), np.ones(59))]) is None
+
+
+def test_seed_noise_is_split_into_weights_and_order():
+    rng, splits = np.random.default_rng(0), []
+    for _ in range(500):
+        weights, orders = 3 * rng.standard_normal((6, 1)), 2 * rng.standard_normal(5)
+        splits.append(split_seed_noise(weights + orders + rng.standard_normal((6, 5))))
+    assert np.sqrt(np.mean(np.square(splits), 0)) == pytest.approx([3, 2, 1], rel=0.05)
 
 
 @pytest.mark.parametrize(

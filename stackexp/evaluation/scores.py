@@ -12,7 +12,7 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.data.bigrams import BigramModel
 from stackexp.errors import RunError
 from stackexp.files import open_atomically
-from stackexp.modules.scores import Scores, average_groups, average_scores, compute_perplexity
+from stackexp.modules.scores import TOO_FEW_CHUNKS, Scores, average_groups, average_scores, compute_perplexity
 from stackexp.tables import ABSENT, RULE, Style, format_table
 
 MAX_BIGRAM_TOKENS = 50_000_000
@@ -37,7 +37,9 @@ def format_scores(sets: dict[str, Scores], style: Style = "terminal") -> str:
 
 def _score_row(name: str, sets: list[Scores], scores: Scores) -> list[str]:
     instances, tokens = (sum(s.get(key, 0) for s in sets) for key in ("instances", "tokens"))
-    interval = f"{scores['loss_low']:.4f}-{scores['loss_high']:.4f}" if "loss_low" in scores else ABSENT
+    interval = TOO_FEW_CHUNKS if "instances" in scores else ABSENT  # averages have neither
+    if "loss_low" in scores:
+        interval = f"{scores['loss_low']:.4f}-{scores['loss_high']:.4f}"
     bits = f"{scores['bits_per_byte']:.4f}" if "bits_per_byte" in scores else ABSENT
     perplexity = _format_perplexity(scores["perplexity"])
     return [name, f"{instances:,}", f"{tokens:,}", f"{scores['loss']:.4f}", interval, perplexity, bits]

@@ -16,7 +16,7 @@ from stackexp.models.memories.base import Memory
 from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.memories.stack import NEVER, StackMemory
 from stackexp.models.stack_recording import ACTIONS, Recording, Stack, find_recorded, record_memories, wrap_method
-from stackexp.modules.scores import bootstrap_interval
+from stackexp.modules.scores import TOO_FEW_CHUNKS, estimate_sampling_error
 from stackexp.stack import StackState
 from stackexp.tables import format_table
 
@@ -41,7 +41,11 @@ class Intervention:
 
 
 def measure_interventions(model: nn.Module, batches: list[TokenBatch], heads: bool) -> list[dict[str, Any]]:
-    """Return the change of the loss under each intervention, in nats, with the paired 95 % interval over sequences."""
+    """Return the change of the loss under each intervention, in nats, with the paired 95 % interval over sequences.
+
+    Strings of a formal language are independent. Chunks of text are not: too few of them have no interval (None).
+    """
+    is_independent = "targets" in batches[0]
     tokens = [batch["tokens"] for batch in batches[:4]]
     with record_memories(model) as recordings:
         model(torch.cat([rows for rows in tokens if rows.shape[1] == tokens[0].shape[1]]))
@@ -51,8 +55,9 @@ def measure_interventions(model: nn.Module, batches: list[TokenBatch], heads: bo
     for intervention in interventions:
         with intervene(model, intervention):
             differences = compute_losses(model, batches)[0] - losses
-        low, high = bootstrap_interval(differences, counts)
         change = float(differences.sum() / counts.sum())
+        error = estimate_sampling_error(differences, counts, is_independent)
+        low, high = (None, None) if error is None else (change - error.margin, change + error.margin)
         changes.append({"intervention": intervention.name, "change": change, "low": low, "high": high})
     return changes
 
@@ -79,8 +84,10 @@ def format_changes(changes: list[dict[str, Any]]) -> str:
     """Return a table of the interventions; an asterisk marks an interval that excludes zero."""
     rows = []
     for change in changes[1:]:
-        mark = "*" if change["low"] > 0 or change["high"] < 0 else ""
-        interval = f"{change['low']:+z.4f} to {change['high']:+z.4f}"
+        mark, interval = "", TOO_FEW_CHUNKS
+        if change["low"] is not None:
+            mark = "*" if change["low"] > 0 or change["high"] < 0 else ""
+            interval = f"{change['low']:+z.4f} to {change['high']:+z.4f}"
         rows.append([change["intervention"], f"{change['change']:+z.4f}", interval, mark])
     header = ("intervention", "change of the loss", "95 % interval", "")
     return f"loss {changes[0]['loss']:.4f}\n\n{format_table(rows, header=header, align='<>><')}"

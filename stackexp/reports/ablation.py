@@ -57,9 +57,9 @@ LEGEND = (
     "last 20 steps. Average: the run's own sets outside V2 and V3.",
     "Differences are paired by seed: both runs trained on the same tokens in the same order (equal hashes) and on the "
     "same number of them. Parameters and FLOPs per token are not matched; their residual mismatch is given.",
-    "Intervals are 95 %: Student's t over seeds, for validation widened by a paired bootstrap over the chunks of the "
-    "sets, if both runs have recorded these. In square brackets: one seed, chunks only. Bold or *: an interval over "
-    "seeds excludes zero; by chance, one in twenty does.",
+    "Intervals are 95 %: Student's t over seeds, for validation widened by the sampling of the chunks of the sets, if "
+    "both runs have recorded these and no set has too few. In square brackets: one seed, chunks only. Bold or *: an "
+    "interval over seeds excludes zero; by chance, one in twenty does.",
     "Verdict: helps or hurts if the interval excludes zero, after Holm's correction over all arms with two pairs or "
     "more (level 0.05). No effect above E if the interval lies between -E and +E (--effect). Otherwise undecided; "
     '"after Holm": only the correction makes it undecided.',
@@ -98,7 +98,7 @@ def build_ablation(
     tables = [_build_losses(finished, order, variants)]
     if base and paired:
         tables.append(_build_differences(paired, base, _format_verdicts(verdicts, column, effect)))
-    notes = [describe_sweep(paths, "ablation")]
+    notes = [describe_sweep(paths, "ablation"), *_describe_noise(paired)]
     if base is None:
         notes.append("no differences: no finished run of a Transformer without a memory; choose another --baseline")
     waiting = [name for name in arms if name not in finished and find_variant(arms[name][0]) == "Transformer"]
@@ -264,6 +264,23 @@ def _build_differences(comparisons: list[Comparison], base: str, conclusion: str
     return Table(f"Differences from {base}", header, rows, conclusion=conclusion)
 
 
+def _describe_noise(comparisons: list[Comparison]) -> list[str]:
+    """Return a note for each column with the median noise of one pair over the arms."""
+    notes = []
+    for column in COLUMNS:
+        noise = [comparison.noise[column] for comparison in comparisons if column in comparison.noise]
+        if noise:
+            seed, chunk, needed = (
+                statistics.median(getattr(arm, key) for arm in noise) for key in ("seed", "chunk", "chunks_needed")
+            )
+            share = f", a third of it at {needed:,.0f} chunks" if math.isfinite(needed) else ""
+            notes.append(
+                f"Noise of one pair in {column}, standard deviation, median of {len(noise)} arms: seeds {seed:.4f}, "
+                f"chunks {chunk:.4f} ({noise[0].num_chunks:,} chunks){share}."
+            )
+    return notes
+
+
 def _describe_incomplete(arms: Arms) -> list[str]:
     """Return notes about the runs and losses that the means do not include."""
     partial = [
@@ -294,7 +311,7 @@ def _build_records(
     arms: Arms, order: Sequence[str], variants: Mapping[str, str], comparisons: list[Comparison]
 ) -> list[dict[str, Any]]:
     """Return a record for each finished run, with the differences of its arm."""
-    differences = {comparison.arm: comparison.differences for comparison in comparisons}
+    compared = {comparison.arm: comparison for comparison in comparisons}
     names = {arm: variant for variant, arm in variants.items()}
     records = []
     for arm, row in ((name, row) for name in order for row in arms[name]):
@@ -303,9 +320,13 @@ def _build_records(
         record |= {"flops_per_token": compute_flops(arms[arm][0])}
         for column, (loss, perplexity) in read_losses(row).items():
             record |= {column: loss} | ({f"{column} perplexity": perplexity} if perplexity is not None else {})
-        for column, difference in differences.get(arm, {}).items():
-            keys = (f"{column} difference", f"{column} low", f"{column} high")
-            record |= dict(zip(keys, difference[:3], strict=True))
+        if arm in compared:
+            for column, difference in compared[arm].differences.items():
+                keys = (f"{column} difference", f"{column} low", f"{column} high")
+                record |= dict(zip(keys, difference[:3], strict=True))
+            for column, noise in compared[arm].noise.items():
+                keys = (f"{column} seed noise", f"{column} chunk noise", f"{column} chunks needed")
+                record |= dict(zip(keys, (noise.seed, noise.chunk, noise.chunks_needed), strict=True))
         records.append(record)
     return records
 

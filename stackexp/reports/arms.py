@@ -23,7 +23,15 @@ from stackexp.data import hash_log
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.scores import read_chunk_losses
 from stackexp.frame import OLMO_GROUPS, Row, get_options, get_scores, list_rows, load_runs
-from stackexp.modules.scores import average_groups, average_scores, bootstrap_interval, get_t_quantile
+from stackexp.modules.scores import (
+    Noise,
+    average_errors,
+    average_groups,
+    average_scores,
+    estimate_sampling_error,
+    get_t_quantile,
+    split_noise,
+)
 from stackexp.runs import RunFolder
 from stackexp.sweeps import list_shipped
 from stackexp.sweeps.sweep import COPY
@@ -284,26 +292,37 @@ class Comparison:
             for c in columns
         }
 
-    def _compute_margin(self, column: str) -> float | None:
-        """Return half the 95 % interval over chunks of a column's difference; None if chunk losses are missing.
+    @cached_property
+    def noise(self) -> dict[str, Noise]:
+        """The seed noise and the chunk noise of each column with two pairs or more and enough chunks."""
+        columns = list(self.differences) if len(self.pairs) > 1 else []
+        noise = {column: split_noise(sets) for column in columns if (sets := self._read_chunks(column))}
+        return {column: parts for column, parts in noise.items() if parts is not None}
 
-        They are also missing for a set with one chunk, and for sets that were cut into other chunks for other runs.
-        The chunks are the same for every seed, so the differences are averaged over the seeds before resampling.
+    def _read_chunks(self, column: str) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the paired differences of the chunk losses [S, N] and the numbers of predictions [N] of each set.
+
+        Empty if chunk losses are missing, or if a set was cut into other chunks for other runs.
         """
-        margins = []
-        for name in sorted(name_sets(self.pairs[0][0], column)):
-            runs = [run for pair in self.pairs for run in pair]
+        sets, runs = [], [run for pair in self.pairs for run in pair]
+        for name in sorted(name_sets(runs[0], column)):
             chunks = [read_chunk_losses(Path(run["path"]), name, run[f"val/{name}/loss"]) for run in runs]
             known = [losses for losses in chunks if losses is not None]
-            if len(known) < len(chunks):
-                return None
-            counts = known[0][1]
-            if len(counts) < 2 or not all(np.array_equal(losses[1], counts) for losses in known):
-                return None
-            differences = [ours[0] - base[0] for ours, base in zip(known[::2], known[1::2], strict=True)]
-            low, high = bootstrap_interval(np.mean(differences, 0), counts)
-            margins.append((high - low) / 2)
-        return math.hypot(*margins) / len(margins) if margins else None
+            if len(known) < len(chunks) or not all(np.array_equal(losses[1], known[0][1]) for losses in known):
+                return []
+            sets.append(
+                (np.array([ours[0] - base[0] for ours, base in zip(known[::2], known[1::2], strict=True)]), known[0][1])
+            )
+        return sets
+
+    def _compute_margin(self, column: str) -> float | None:
+        """Return half the 95 % interval over chunks of a column's difference; None if unknown, or too few chunks.
+
+        The chunks are the same for every seed, so their differences are averaged over the seeds.
+        """
+        errors = [estimate_sampling_error(d.mean(0), counts) for d, counts in self._read_chunks(column)]
+        known = [error for error in errors if error is not None]
+        return average_errors(known).margin if known and len(known) == len(errors) else None
 
 
 def compare_arms(arm: str, rows: Sequence[Row], base: str, base_rows: Sequence[Row]) -> Comparison:

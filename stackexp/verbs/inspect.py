@@ -28,8 +28,8 @@ class Inspect(Verb):
         tokens.add_argument("--text", help="a text")
         tokens.add_argument("--set", metavar="NAME", dest="set_name", help="a validation set of the run, or NAME=PATH")
         tokens.add_argument("--task", metavar="NAME[:LENGTH]", help="strings of the run's formal language")
-        chunks = "chunks of --set (default: %(default)s)"
-        parser.add_argument("--chunks", type=at_least(2), default=32, metavar="N", help=chunks)
+        chunks = "chunks of --set (default: %(default)s); intervals require 60"
+        parser.add_argument("--chunks", type=at_least(2), default=64, metavar="N", help=chunks)
         parser.add_argument("--heads", action="store_true", help="also drop the read of every single head")
         parser.add_argument("--out", metavar="FOLDER", help="write here instead of RUN/inspect")
 
