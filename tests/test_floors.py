@@ -12,7 +12,7 @@ ROOT = Path(stackexp.__file__).parent
 BASE = {"config", "tasks", "runs", "run_result", "metric_tags", "files", "frame", "tables", "terminal"}
 FLOORS = [
     BASE | {"errors", "__init__"},
-    {"stack"},
+    {"stack", "sequential"},
     {"models", "data"},
     {"modules", "datamodules"},
     {"training", "evaluation", "planning"},

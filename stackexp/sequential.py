@@ -1,0 +1,183 @@
+"""Group-sequential tests of paired differences: plan the number of pairs, and decide after any of them.
+
+The boundary is O'Brien and Fleming's (1979). With N planned pairs, a difference is decided after n of them if its
+z value, from Student's t with n - 1 degrees of freedom, exceeds c sqrt(N / n). The constant c depends on N and on the
+level only, so that one may look after every pair. Early looks need overwhelming evidence, and the last one little more
+than a test without looks.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+MIN_PAIRS = 3
+"""Fewer pairs decide nothing."""
+MIN_PLANNED, MAX_PLANNED = 4, 10_000
+LEVEL, POWER = 0.05, 0.8
+CONTINUITY = 0.25
+"""Crossing probabilities are those of Brownian motion, with the barrier raised by this much divided by sqrt(N).
+
+Siegmund's 0.58 holds for known variances. By simulation, 0.25 keeps the error of 4 to 30 looks within the level.
+"""
+
+
+class Word(StrEnum):
+    """A verdict on an arm. Lower losses are better."""
+
+    HELPS = "helps"
+    HURTS = "hurts"
+    NO_EFFECT = "no effect"  # above the effect in question
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True)
+class Judgment:
+    """The verdict on an arm after `pairs` pairs: mean difference and the interval that allows for looks and arms.
+
+    `p_value` is the smallest level at which a look so far would have decided that there is a difference.
+    """
+
+    word: Word
+    pairs: int
+    mean: float
+    low: float
+    high: float
+    p_value: float
+
+    @property
+    def is_decided(self) -> bool:
+        """Return True unless more pairs are needed."""
+        return self.word != Word.UNDECIDED
+
+
+def judge(
+    differences: Mapping[str, Sequence[float]], planned: int, effect: float, level: float = LEVEL
+) -> dict[str, Judgment]:
+    """Judge the arms by their paired differences (arm minus baseline, in the order of the seeds).
+
+    An arm helps or hurts if its p-value is significant by Holm's method over the arms, so at most a share `level` of
+    comparisons without any effect get such a verdict. It has no effect above `effect` if its interval, at `level`
+    divided by the number of arms, lies within +-effect.
+    """
+    p_values = {arm: float(compute_p_value(values, planned)) for arm, values in differences.items()}
+    significant = apply_holm(p_values, level)
+    judgments = {}
+    for arm, values in differences.items():
+        mean, low, high = compute_interval(values, planned, level / len(differences))
+        word = Word.UNDECIDED
+        if arm in significant:
+            word = Word.HELPS if mean < 0 else Word.HURTS
+        elif max(-low, high) < effect:
+            word = Word.NO_EFFECT
+        judgments[arm] = Judgment(word, len(values), mean, low, high, p_values[arm])
+    return judgments
+
+
+def apply_holm(p_values: Mapping[str, float], level: float = LEVEL) -> set[str]:
+    """Return the names that are significant at a familywise error rate of `level` (Holm 1979)."""
+    significant: set[str] = set()
+    for rank, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
+        if p_values[name] > level / (len(p_values) - rank):
+            break
+        significant.add(name)
+    return significant
+
+
+def compute_crossing_probability(barrier: "float | np.ndarray", planned: int) -> np.ndarray:
+    """Return the probability that the z value exceeds barrier * sqrt(planned / n) at a look n without an effect."""
+    from scipy.special import ndtr
+
+    c = np.asarray(barrier, float)[..., None] + CONTINUITY / math.sqrt(planned)
+    k = 2 * np.arange(40) + 1
+    signs = 1 - (k % 4 == 3) * 2
+    near = 1 - 4 / math.pi * np.sum(signs / k * np.exp(-((k * math.pi) ** 2) / (8 * c * c)), -1)
+    far = 4 * np.sum(signs * ndtr(-k * c), -1)  # the same series in the form that converges for large barriers
+    return np.where(c[..., 0] < 1, near, far)
+
+
+def find_barrier(planned: int, level: float) -> float:
+    """Return the constant c of the boundary for this many planned pairs."""
+    from scipy.optimize import brentq
+
+    return float(brentq(lambda c: float(compute_crossing_probability(c, planned)) - level, 0.0, 20.0))
+
+
+def compute_interval(values: Sequence[float], planned: int, level: float = LEVEL) -> tuple[float, float, float]:
+    """Return the mean and its repeated confidence interval (Jennison and Turnbull 1989).
+
+    All intervals of a comparison cover the mean together with probability 1 - level. They are infinite below MIN_PAIRS.
+    """
+    n = len(values)
+    assert n <= planned, f"{n} pairs, {planned} planned"
+    mean = math.fsum(values) / n if n else math.nan
+    if n < MIN_PAIRS:
+        return mean, -math.inf, math.inf
+    margin = _get_critical_t(n, planned, level) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    return mean, mean - margin, mean + margin
+
+
+def _get_critical_t(n: int, planned: int, level: float) -> float:
+    from scipy.special import ndtr, stdtrit
+
+    return -float(stdtrit(n - 1, ndtr(-find_barrier(planned, level) * math.sqrt(planned / n))))
+
+
+def compute_p_value(values: "Sequence[float] | np.ndarray", planned: int) -> "np.ndarray":
+    """Return the smallest level at which a look at the first 3, 4, ... n of `values` [..., n] decides against zero."""
+    from scipy.special import ndtri, stdtr
+
+    x = np.asarray(values, float)
+    n = np.arange(MIN_PAIRS, x.shape[-1] + 1)
+    if not n.size:
+        return np.ones(x.shape[:-1])
+    mean, squares = x.cumsum(-1)[..., MIN_PAIRS - 1 :] / n, (x * x).cumsum(-1)[..., MIN_PAIRS - 1 :]
+    deviation = np.sqrt(np.maximum((squares - n * mean**2) / (n - 1), np.finfo(float).tiny))
+    z = -ndtri(stdtr(n - 1, -np.abs(mean) * np.sqrt(n) / deviation))
+    return compute_crossing_probability((z * np.sqrt(n / planned)).max(-1), planned)
+
+
+# Plan
+
+
+def compute_power(pairs: int, effect: float, deviation: float, level: float = LEVEL) -> float:
+    """Return the probability that `pairs` planned pairs find an effect and its sign, by the noncentral t distribution.
+
+    `deviation` is the standard deviation of a pair's difference. Only the last look counts; earlier ones add little.
+    """
+    from scipy.special import nctdtr
+
+    critical, shift = _get_critical_t(pairs, pairs, level), effect * math.sqrt(pairs) / deviation
+    return float(1 - nctdtr(pairs - 1, shift, critical))
+
+
+def count_pairs(effect: float, deviation: float, level: float = LEVEL, power: float = POWER) -> int:
+    """Return the number of pairs that find an effect with this power; MAX_PLANNED if even those are too few."""
+    low, high = MIN_PLANNED, MIN_PLANNED
+    while high < MAX_PLANNED and compute_power(high, effect, deviation, level) < power:
+        low, high = high + 1, min(2 * high, MAX_PLANNED)
+    while low < high:
+        middle = (low + high) // 2
+        if compute_power(middle, effect, deviation, level) < power:
+            low = middle + 1
+        else:
+            high = middle
+    return high
+
+
+def find_detectable_effect(pairs: int, deviation: float, level: float = LEVEL, power: float = POWER) -> float:
+    """Return the effect that this many pairs find with this power."""
+    from scipy.optimize import brentq
+
+    return float(brentq(lambda x: compute_power(pairs, x, 1.0, level) - power, 1e-3, 10)) * deviation
+
+
+def estimate_deviation(values: Sequence[float], level: float = LEVEL) -> tuple[float, float, float]:
+    """Return the standard deviation of differences, and its interval by the chi-square distribution."""
+    from scipy.special import chdtri
+
+    degrees, deviation = len(values) - 1, float(np.std(values, ddof=1))
+    bounds = (deviation * math.sqrt(degrees / float(chdtri(degrees, p))) for p in (level / 2, 1 - level / 2))
+    return (deviation, *bounds)  # type: ignore[return-value]

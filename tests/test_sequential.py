@@ -1,0 +1,124 @@
+"""Group-sequential tests: error rates and power by simulation, planned pairs, and agreement of its parts."""
+
+import math
+
+import numpy as np
+import pytest
+
+from stackexp import sequential
+from stackexp.sequential import (
+    MIN_PAIRS,
+    Word,
+    apply_holm,
+    compute_crossing_probability,
+    compute_interval,
+    compute_p_value,
+    compute_power,
+    count_pairs,
+    estimate_deviation,
+    find_barrier,
+    find_detectable_effect,
+    judge,
+)
+
+
+@pytest.mark.parametrize("planned", [4, 8, 16, 30])
+@pytest.mark.parametrize("arms", [1, 17])
+@pytest.mark.parametrize("correlation", [0.0, 0.5], ids=["independent", "shared-baseline"])
+def test_without_an_effect_at_most_five_percent_get_a_verdict(planned, arms, correlation):
+    random = np.random.default_rng(planned)
+    size = 60_000 // arms
+    shared = random.standard_normal((size, 1, planned))
+    own = random.standard_normal((size, arms, planned))
+    p_values = compute_p_value(math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own, planned)
+    false = np.mean(p_values.min(1) <= 0.05 / arms)  # Holm finds something if the smallest is below this level
+    assert 0.02 < false < 0.05 + 2 * math.sqrt(0.05 * 0.95 / size)
+
+
+@pytest.mark.parametrize("arms", [1, 17])
+@pytest.mark.parametrize("deviation", [0.008, 0.015])
+def test_an_effect_is_found_with_the_planned_number_of_pairs(arms, deviation):
+    planned = count_pairs(0.01, deviation, 0.05 / arms)
+    random = np.random.default_rng(arms)
+    p_values = compute_p_value(random.normal(-0.01, deviation, (20_000, planned)), planned)
+    assert 0.8 < np.mean(p_values <= 0.05 / arms) < 0.87
+    assert compute_power(planned, 0.01, deviation, 0.05 / arms) >= 0.8
+    assert compute_power(planned - 1, 0.01, deviation, 0.05 / arms) < 0.8
+
+
+def test_pairs_planned_from_the_deviation_of_a_pilot_keep_the_error():
+    """The pilot's pairs do not count. If its four pairs counted, 6.6 % of the verdicts would be false."""
+    random = np.random.default_rng(0)
+    trials = 1500
+    plans = [min(30, count_pairs(0.01, estimate_deviation(random.normal(0, 0.012, 4))[0])) for _ in range(trials)]
+    false = np.mean([compute_p_value(random.normal(0, 0.012, planned), planned) <= 0.05 for planned in plans])
+    assert 0.02 < false < 0.05 + 2 * math.sqrt(0.05 * 0.95 / trials)
+
+
+@pytest.mark.parametrize("planned", [4, 16, 30])
+def test_intervals_of_all_looks_cover_the_mean_together(planned):
+    random = np.random.default_rng(1)
+    x = random.normal(0.003, 0.01, (1500, planned))
+    bounds = [[compute_interval(row[:n], planned)[1:] for n in range(MIN_PAIRS, planned + 1)] for row in x[:300]]
+    covered = np.mean([all(low < 0.003 < high for low, high in looks) for looks in bounds])
+    assert covered > 0.95 - 2 * math.sqrt(0.05 * 0.95 / len(bounds))
+
+
+@pytest.mark.parametrize("n", [3, 5, 9])
+def test_p_value_and_interval_agree(n):
+    """The interval at the level of the p-value of the last look ends at zero."""
+    values = np.random.default_rng(n).normal(0.5, 1, n) + np.arange(n) / 4  # the last look has the strongest evidence
+    p = float(compute_p_value(values, 9))
+    assert p < float(compute_p_value(values[:-1], 9)) or n == 3
+    _, low, high = compute_interval(values, 9, p)
+    assert min(abs(low), abs(high)) < 1e-6
+
+
+def test_barrier_approaches_the_tabulated_constants_from_below_the_continuous_one():
+    """O'Brien and Fleming's two-sided constants for K looks at level 0.05: 2.004 (K = 3), 2.040 (5), 2.087 (10).
+
+    They hold for known variances. Ours are higher, and below 2.241, that of looking all the time.
+    """
+    for looks, constant in ((5, 2.040), (10, 2.087), (20, 2.126)):
+        assert constant < find_barrier(looks, 0.05) < 2.241
+    assert compute_crossing_probability(2.2414 - sequential.CONTINUITY / 1000, 10**6) == pytest.approx(0.05, abs=1e-4)
+    grid = np.linspace(0.7, 1.3, 7)
+    assert np.all(np.diff(compute_crossing_probability(grid, 16)) < 0), "both series agree where they meet"
+
+
+def test_holm_stops_at_the_first_large_p_value():
+    assert apply_holm({"a": 0.04, "b": 0.012, "c": 0.03, "d": 0.9}) == {"b"}
+    assert apply_holm({"a": 0.02, "b": 0.012, "c": 0.01, "d": 0.045}) == {"a", "b", "c", "d"}
+    assert apply_holm({}) == set()
+
+
+def test_judge_names_all_four_cases():
+    steps = 0.004 * np.array([-1.0, 1, -0.5, 0.5, 0.2, -0.2, -0.8, 0.8])
+    arms = {"good": steps - 0.03, "bad": steps + 0.03, "same": steps / 10, "noisy": 20 * steps}
+    found = judge(arms, planned=8, effect=0.01)
+    assert {arm: judgment.word for arm, judgment in found.items()} == {
+        **{"good": Word.HELPS, "bad": Word.HURTS, "same": Word.NO_EFFECT, "noisy": Word.UNDECIDED}
+    }
+    assert found["good"].high < 0 < found["bad"].low
+    assert not found["noisy"].is_decided
+    early = judge({arm: values[:2] for arm, values in arms.items()}, planned=8, effect=0.01)
+    assert {judgment.word for judgment in early.values()} == {Word.UNDECIDED}
+    assert early["good"].low == -math.inf
+
+
+def test_two_equal_arms_never_differ():
+    found = judge({"copy": [0.0] * 8}, planned=8, effect=0.01)["copy"]
+    assert (found.word, found.low, found.high) == (Word.NO_EFFECT, 0, 0)
+
+
+def test_planned_pairs_and_detectable_effects_are_inverse():
+    pairs = count_pairs(0.01, 0.011)
+    assert 13 <= pairs <= 16  # 12 without looks
+    assert find_detectable_effect(pairs, 0.011) <= 0.01 < find_detectable_effect(pairs - 1, 0.011)
+    assert count_pairs(1e-9, 1.0) == sequential.MAX_PLANNED
+
+
+def test_the_deviation_has_its_own_interval():
+    random = np.random.default_rng(0)
+    bounds = [estimate_deviation(row)[1:] for row in random.standard_normal((2000, 4))]
+    assert np.mean([low < 1 < high for low, high in bounds]) == pytest.approx(0.95, abs=0.015)
