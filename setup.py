@@ -40,7 +40,7 @@ setup(
         "torch>=2.11",
         "numpy>=2",
         "pandas>=2.2",
-        "scipy>=1.13",  # quantiles and power of Student's t
+        "scipy>=1.15",  # quantiles and power of Student's t
         "numba>=0.63",  # the scan over tokens on CPUs: compiles without a compiler
         "lightning>=2.6,!=2.6.2,!=2.6.3",  # 2.6.2 and 2.6.3 on PyPI were malicious
         "torchmetrics>=1.9",

@@ -22,6 +22,7 @@ VERBS = {
     "data inspect": "show the contents of a dataset and verify its files",
     "plan": "estimate memory, time and cost of a training run",
     "match": "find the size at which two models cost the same",
+    "verdict": "decide whether a memory helps",
     "sweep run": "run the missing trials of a sweep",
     "sweep status": "show the state of each trial",
     "sweep stop": "checkpoint and stop the running trials",

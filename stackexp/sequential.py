@@ -2,8 +2,8 @@
 
 The boundary is O'Brien and Fleming's (1979). With N planned pairs, a difference is decided after n of them if its
 z value, from Student's t with n - 1 degrees of freedom, exceeds c sqrt(N / n). The constant c depends on N and on the
-level only, so that one may look after every pair. Early looks need overwhelming evidence, and the last one little more
-than a test without looks.
+level only, and allows for a look after every pair. Early looks need overwhelming evidence, and the last one little
+more than a test without looks.
 """
 
 import math
@@ -174,10 +174,16 @@ def find_detectable_effect(pairs: int, deviation: float, level: float = LEVEL, p
     return float(brentq(lambda x: compute_power(pairs, x, 1.0, level) - power, 1e-3, 10)) * deviation
 
 
-def estimate_deviation(values: Sequence[float], level: float = LEVEL) -> tuple[float, float, float]:
-    """Return the standard deviation of differences, and its interval by the chi-square distribution."""
+def estimate_deviation(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the standard deviation of differences, and its 95 % interval."""
+    deviation = float(np.std(values, ddof=1))
+    low, high = bound_deviation(len(values) - 1)
+    return deviation, deviation * low, deviation * high
+
+
+def bound_deviation(degrees: int) -> tuple[float, float]:
+    """Return the 95 % interval of a standard deviation, relative to its estimate, by the chi-square distribution."""
     from scipy.special import chdtri
 
-    degrees, deviation = len(values) - 1, float(np.std(values, ddof=1))
-    bounds = (deviation * math.sqrt(degrees / float(chdtri(degrees, p))) for p in (level / 2, 1 - level / 2))
-    return (deviation, *bounds)  # type: ignore[return-value]
+    low, high = (math.sqrt(degrees / float(chdtri(degrees, p))) for p in (LEVEL / 2, 1 - LEVEL / 2))
+    return low, high

@@ -2,8 +2,8 @@
 
 A fake trial holds its folder, saves when stopped and resumes, like fit, but is fast. `behavior.json` in the root of the
 sweeps maps the start of a trial's name to the seconds it takes (for 10 steps), its validation loss, and what its first
-attempts do instead: "error", "kill" or "save". A trial with "wait" waits after two steps for the file `go` in the root.
-Each attempt that holds the folder adds a line to `attempts`.
+attempts do instead: "error" (with the text `error`), "kill" or "save". A trial with "wait" waits after two steps for
+the file `go` in the root. Each attempt that holds the folder adds a line to `attempts`.
 """
 
 import fcntl
@@ -50,7 +50,7 @@ def run_trial(folder: Path) -> int:
         while step == 2 and behavior.get("wait") and not stopped and not (folder.parent.parent / "go").exists():
             time.sleep(0.05)
         if step == done + 2 and instead == "error":
-            print("error: non-finite loss in batch 3", flush=True)
+            print(f"error: {behavior.get('error', 'non-finite loss in batch 3')}", flush=True)
             return 1
         if step == done + 2 and instead == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

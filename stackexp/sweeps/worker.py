@@ -319,9 +319,16 @@ def _kill_group(pid: int) -> None:
 
 
 def run_sweep(
-    sweep: Sweep, *, launcher: str = "local", max_parallel: int | None = None, retries: int | None = None
+    sweep: Sweep,
+    *,
+    launcher: str = "local",
+    max_parallel: int | None = None,
+    retries: int | None = None,
+    whole: Sweep | None = None,
 ) -> None:
     """Run the missing trials of a sweep on this machine, or submit workers to Slurm.
+
+    If `sweep` is a part of another one, the folder gets a copy of the `whole`, which Slurm's workers run.
 
     Raises ConfigError before anything is written, then what `Worker.run` or `slurm.submit_workers` raises.
     """
@@ -333,7 +340,7 @@ def run_sweep(
     retries = sweep.config.retries if retries is None else retries
     worker = Worker(sweep, max_parallel=max_parallel, retries=retries) if launcher == "local" else None
     sweep.folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(sweep.folder / COPY, sweep.to_yaml())
+    write_atomically(sweep.folder / COPY, (whole or sweep).to_yaml())
     (sweep.folder / STOP).unlink(missing_ok=True)
     for trial in sweep.trials:
         reset_retries(trial)

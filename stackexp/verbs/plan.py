@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from pathlib import Path
 
 from stackexp.errors import RunError
 from stackexp.planning.devices import DEFAULT_DEVICE, DEFAULT_MFU, DEVICES
@@ -16,11 +17,15 @@ class Plan(Verb):
 
     Memory is per rank, measured on tensors without values. It excludes CUDA, NCCL, cuBLAS and fragmentation, for which
     6% of the device is reserved. Exits with 1 if the run does not fit.
+
+    With --effect and --runs, print instead how many pairs of runs find a difference in loss, from the noise between the
+    seeds of finished runs.
     """
 
     examples = (
         "plan --config pretrain/stacktrans-7b trainer=fsdp trainer.num_nodes=8",
         "plan --config pretrain/stacktrans-360m --device a100 --mfu 0.35 --json",
+        "plan --effect 0.01 --runs docs/results/ablation_small --baseline transformer_wide",
     )
 
     def add_arguments(self, parser: Parser) -> None:
@@ -29,9 +34,14 @@ class Plan(Verb):
         add("--device", default=DEFAULT_DEVICE, choices=DEVICES, help="type of GPU (default: %(default)s)")
         add("--mfu", type=float, default=DEFAULT_MFU, help="model FLOPs utilization (default: %(default)s)")
         parser.add_argument("--json", action="store_true", help="print JSON")
+        add("--effect", type=float, metavar="NATS", help="print the pairs that find this difference in loss")
+        add("--runs", nargs="+", metavar="RUNS", type=Path, help="finished runs that show the noise, with --effect")
+        add("--baseline", metavar="ARM", help="the arm that the others are paired with (default: as `report ablation`)")
 
     def run(self, args: Namespace) -> int:
         """Print the plan of a config. Raises ConfigError for mistakes, RunError if the run does not fit."""
+        if args.effect is not None or args.runs:
+            return _plan_pairs(args)
         args.parser.require_config(args)
         if not 0 < args.mfu <= 1:
             args.parser.error(f"--mfu: expected a number above 0, up to 1, found {args.mfu}")
@@ -49,6 +59,18 @@ class Plan(Verb):
                 f"{format_bytes(plan.usable_bytes)} by {excess}; {suggest_changes(plan)}"
             )
         return 0
+
+
+def _plan_pairs(args: Namespace) -> int:
+    if args.effect is None or not args.runs:
+        args.parser.error("--effect requires --runs, and --runs requires --effect")
+    if not args.effect > 0:
+        args.parser.error(f"--effect: expected a number above 0, found {args.effect}")
+    from stackexp.reports.report import format_report
+    from stackexp.reports.verdict import build_pair_plan
+
+    print(format_report(build_pair_plan(args.runs, args.effect, args.baseline), "terminal"))
+    return 0
 
 
 class Match(Verb):

@@ -1,0 +1,322 @@
+"""The verdict on each arm, with the tuning of every arm, the split of the gain, and the cost in time."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stackexp.errors import RunError
+from stackexp.metric_tags import AVERAGED_STEPS, TOKENS_PER_SECOND, TRAIN_LOSS
+from stackexp.reports.arms import OTHER, TRAINING, compare_arms, find_baseline, load_arms, read_losses, select_finished
+from stackexp.reports.compare import format_loss, read_curve
+from stackexp.reports.report import PALETTE, Report, Table, new_figure
+from stackexp.runs import RunFolder
+from stackexp.sequential import (
+    LEVEL,
+    MIN_PLANNED,
+    POWER,
+    Judgment,
+    Word,
+    bound_deviation,
+    compute_interval,
+    count_pairs,
+    estimate_deviation,
+    find_detectable_effect,
+)
+from stackexp.sweeps.controls import ADAPTER, FLOPS, PARAMETERS, PLAIN, SCALE, STREAM
+from stackexp.sweeps.schema import format_value, shorten_keys
+from stackexp.sweeps.verdict import Key, Plan, Stage, Tuned, Verdict, judge_pairs
+from stackexp.tables import ABSENT
+from stackexp.terminal import format_duration
+
+BAND = (0.1, 0.9)
+"""Quantiles of the best loss of random subsets of the tuning trials."""
+
+
+def build_verdict(verdict: Verdict) -> Report:
+    """Build the report from the run folders of both stages, finished or not."""
+    tables, notes = [], []
+    tuned = verdict.read_tuning()
+    if any(tuned.values()):
+        tables.append(_build_tuning(verdict, tuned))
+    plan = verdict.read_plan()
+    if plan is None:
+        counts = (len(verdict.tuning.read_scores()), len(verdict.tuning.trials)) if verdict.tuning else (0, 0)
+        notes.append("no pairs yet" + f"; {counts[0]} of {counts[1]} tuning runs are done" * bool(counts[1]))
+        return Report(tables, notes, [])
+    stage = verdict.build_pairs(plan)
+    scores = stage.read_scores()
+    judgments = judge_pairs(plan, scores)
+    seconds = {arm: _measure_seconds(stage, arm) for arm in verdict.arms}
+    lines = [_build_line(arm, j, plan, seconds) for arm, j in judgments.items()]
+    title = f"Verdict against {plan.baseline}, effect {plan.effect:g}, {plan.pairs} pairs planned"
+    header = ["arm", "verdict", "difference", f"{1 - LEVEL:.0%} interval", "pairs", "p", "time per run"]
+    tables.insert(0, Table(title, header, lines, num_labels=2))
+    if split := _build_split(verdict, plan, scores):
+        tables.append(split)
+    if speed := _build_speed(verdict, plan, stage, seconds):
+        tables.append(speed)
+    notes += _describe(plan, judgments, scores)
+    records = [{"arm": arm, "seed": seed, "score": value} for (arm, _, seed), value in scores.items()]
+    return Report(tables, notes, records, lambda: _draw(plan, judgments))
+
+
+def _build_line(arm: str, judgment: Judgment, plan: Plan, seconds: dict[str, float | None]) -> list[str]:
+    ours, base = seconds[arm], seconds[plan.baseline]
+    time = f"{ours / base:.2f}x" if ours and base else ABSENT
+    interval = f"{judgment.low:+.4f} to {judgment.high:+.4f}" if math.isfinite(judgment.low) else ABSENT
+    mean = f"{judgment.mean:+.4f}" if judgment.pairs else ABSENT
+    p = f"{min(1.0, judgment.p_value):.2g}" if judgment.pairs else ABSENT
+    return [arm, format_word(judgment, plan, ours, base), mean, interval, f"{judgment.pairs}/{plan.pairs}", p, time]
+
+
+def format_word(judgment: Judgment, plan: Plan, ours: float | None = None, base: float | None = None) -> str:
+    """Return the verdict in words; an undecided one with the pairs left and their core-hours."""
+    if judgment.word == Word.NO_EFFECT:
+        return f"no effect above {plan.effect:g}"
+    if judgment.word != Word.UNDECIDED:
+        return str(judgment.word)
+    left = plan.pairs - judgment.pairs
+    hours = f" ({left * (ours + base) / 3600:.1f} core-hours)" if ours and base and left else ""
+    return f"undecided: {left} more pairs{hours}" if left else "undecided after all planned pairs"
+
+
+def _measure_seconds(stage: Stage, arm: str) -> float | None:
+    """Return the mean duration of the arm's finished runs at their median speed; None if no speed is recorded."""
+    seconds = []
+    for (name, _, _), trial in stage.trials.items():
+        if name == arm and trial.folder.is_finished and trial.folder.metrics.exists():
+            tokens, speeds = read_curve(trial.folder, TOKENS_PER_SECOND)
+            seconds += [tokens[-1] / statistics.median(speeds)] if speeds else []
+    return statistics.fmean(seconds) if seconds else None
+
+
+def _describe(plan: Plan, judgments: dict[str, Judgment], scores: dict[Key, float]) -> list[str]:
+    arms = len(judgments)
+    detectable = (
+        ""
+        if plan.deviation is None
+        else (
+            f" With the deviation {plan.deviation:.4f} of the tuning pairs, they find an effect of "
+            f"{find_detectable_effect(plan.pairs, plan.deviation, LEVEL / arms):.4f} with probability {POWER:g}."
+        )
+    )
+    notes = [
+        "Differences are arm minus baseline in nats per token; negative is better. Seeds, tuned values and the number "
+        f"of pairs were fixed before the first pair.{detectable}",
+        "Intervals allow for a look after every pair (O'Brien and Fleming's boundary for Student's t) and for "
+        f"{arms} arm{'s' * (arms > 1)} (Bonferroni). Helps and hurts: Holm over the arms, at most {LEVEL:.0%} false "
+        "verdicts among arms without an effect. p: the smallest level at which a look so far decides.",
+    ]
+    for arm, judgment in judgments.items():
+        if judgment.pairs > 2:
+            deviation, low, high = estimate_deviation(_list_differences(plan, arm, scores))
+            text = f"{arm}: standard deviation of a pair {deviation:.4f} ({low:.4f} to {high:.4f})"
+            if not judgment.is_decided and judgment.pairs == plan.pairs:
+                pairs = count_pairs(plan.effect, deviation, LEVEL / arms)
+                text += f"; a new verdict on fresh seeds would take {pairs} pairs for an effect of {plan.effect:g}"
+            notes.append(text)
+    diverged = sorted({(arm, seed) for (arm, _, seed), value in scores.items() if not math.isfinite(value)})
+    notes += [f"{arm}: seed {seed} has no finite score; its pairs count up to there" for arm, seed in diverged]
+    return notes
+
+
+def _list_differences(plan: Plan, arm: str, scores: dict[Key, float], base: str | None = None) -> list[float]:
+    """Return the finite differences of two arms, in the order of the seeds."""
+    pairs = [(scores.get((arm, 0, s)), scores.get((base or plan.baseline, 0, s))) for s in plan.seeds]
+    return [a - b for a, b in pairs if a is not None and b is not None and math.isfinite(a - b)]
+
+
+# Tuning
+
+
+def compute_best_of(losses: Sequence[float], count: int) -> tuple[float, float, float]:
+    """Return mean, 10 % and 90 % quantile of the best of `count` randomly drawn losses (Dodge et al. 2019)."""
+    ordered, total = np.sort(np.asarray(losses, float)), len(losses)
+    weights = np.array([math.comb(total - i - 1, count - 1) for i in range(total)]) / math.comb(total, count)
+    low, high = (ordered[np.searchsorted(weights.cumsum(), q - 1e-12)] for q in BAND)
+    used = weights > 0
+    return float(weights[used] @ ordered[used]), float(low), float(high)
+
+
+def _build_tuning(verdict: Verdict, tuned: Tuned) -> Table:
+    """Return the best values of each arm and the best loss by number of trials.
+
+    The gain of the last doubling bounds that of the next one, because the expected best loss is convex.
+    """
+    counts = [1 << i for i in range(10) if 1 << i < max(map(len, tuned.values()))]
+    names = shorten_keys(key for points in tuned.values() for values, _ in points for key in values)
+    rows = []
+    for arm, points in tuned.items():
+        losses = [statistics.fmean(scores) for _, scores in points]
+        if not losses:
+            continue
+        best = min(range(len(losses)), key=losses.__getitem__)
+        curve = []
+        for count in counts:
+            mean, low, high = compute_best_of(losses, count) if count <= len(losses) else (math.nan,) * 3
+            curve.append(f"{mean:.4f} ({low:.4f} to {high:.4f})" if math.isfinite(mean) else ABSENT)
+        gain = compute_best_of(losses, max(1, len(losses) // 2))[0] - losses[best]
+        enough = "yes" if gain < verdict.config.effect / 2 else "no"
+        values = ", ".join(f"{names[key]}={format_value(value)}" for key, value in points[best][0].items())
+        rows.append([arm, str(len(losses)), values, format_loss(losses[best]), *curve, f"{gain:.4f}", enough])
+    header = ["arm", "trials", "best values", "loss", *(f"best of {count}" for count in counts)]
+    title = (
+        f"Tuning: mean over {len(verdict.config.tuning.seeds if verdict.config.tuning else [])} seeds. Best of n: mean "
+        "and 10 to 90 % of random subsets. Enough: the last doubling gained less than half the effect"
+    )
+    return Table(title, [*header, "last doubling", "enough"], rows, num_labels=3)
+
+
+# Split of the gain
+
+
+def _build_split(verdict: Verdict, plan: Plan, scores: dict[Key, float]) -> Table | None:
+    """Return the differences between controls that each isolate one cause, as far as these arms exist."""
+    controls = {PLAIN, PARAMETERS, FLOPS, STREAM, ADAPTER, SCALE}
+    steps = [("parameters", PLAIN, PARAMETERS), ("residual width at equal FLOPs", FLOPS, STREAM)]
+    steps += [("scaling of the residual stream", PARAMETERS, SCALE)]
+    steps += [(f"mechanism of {arm}", ADAPTER, arm) for arm in verdict.arms if arm not in controls]
+    rows = []
+    for cause, base, arm in steps:
+        if not {arm, base} <= set(verdict.arms):
+            continue
+        differences = _list_differences(plan, arm, scores, base)
+        mean, low, high = compute_interval(differences, plan.pairs)
+        if math.isfinite(low):
+            rows.append(
+                [cause, f"{arm} minus {base}", f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", str(len(differences))]
+            )
+    header = ["cause", "difference", "mean", f"{1 - LEVEL:.0%} interval", "pairs"]
+    return Table("Split of the gain; intervals allow for looks, not for several rows", header, rows) if rows else None
+
+
+# Time
+
+
+def _build_speed(verdict: Verdict, plan: Plan, stage: Stage, seconds: dict[str, float | None]) -> Table | None:
+    """Return the share of the baseline's time in which an arm reaches its final training loss."""
+    rows = []
+    for arm in verdict.arms:
+        ours, base = seconds[arm], seconds[plan.baseline]
+        if arm == plan.baseline or not ours or not base:
+            continue
+        shares = []
+        for seed in plan.seeds:
+            pair = [stage.trials[name, 0, seed].folder for name in (arm, plan.baseline)]
+            if all(folder.is_finished and folder.metrics.exists() for folder in pair):
+                shares.append(find_share_of_steps(*pair))
+        reached = [share for share in shares if share is not None]
+        if len(reached) == len(shares) > 0:
+            rows.append([arm, f"{statistics.fmean(reached):.3f}", f"{statistics.fmean(reached) * ours / base:.3f}"])
+        elif shares:
+            rows.append([arm, f"not on {len(shares) - len(reached)} of {len(shares)} seeds", ABSENT])
+    title = (
+        "Time to the baseline's final training loss, as a share of the baseline's. Upper bounds: the arm's learning "
+        "rate has not decayed by then"
+    )
+    return Table(title, ["arm", "of its steps", "of its time"], rows) if rows else None
+
+
+def find_share_of_steps(ours: RunFolder, base: RunFolder) -> float | None:
+    """Return the share of steps after which a run's training loss reaches the base's mean over its last 20 steps.
+
+    The loss is a mean over 20 steps. None if the run does not reach it.
+    """
+    losses, target = (np.asarray(read_curve(folder, TRAIN_LOSS)[1]) for folder in (ours, base))
+    window = min(AVERAGED_STEPS, len(losses))
+    means = np.convolve(losses, np.ones(window) / window, "valid")
+    reached = np.flatnonzero(means <= target[-window:].mean() + 1e-9)  # a run reaches its own loss
+    return (int(reached[0]) + window) / len(losses) if reached.size else None
+
+
+def _draw(plan: Plan, judgments: dict[str, Judgment]) -> Any:
+    """Draw the difference of each arm with its interval, and the effect in question as a band."""
+    figure, axes = new_figure(6.0, 1.4 + 0.34 * len(judgments))
+    axes.axvspan(-plan.effect, plan.effect, color="0.92", label=f"effect of {plan.effect:g}")
+    for row, judgment in enumerate(judgments.values()):
+        if math.isfinite(judgment.low):
+            axes.plot([judgment.low, judgment.high], [row, row], color=PALETTE[0])
+        if judgment.pairs:
+            axes.plot(judgment.mean, row, "o", color=PALETTE[0])
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(judgments)), [f"{arm}: {format_word(j, plan)}" for arm, j in judgments.items()])
+    axes.set_ylim(len(judgments) - 0.5, -0.5)
+    axes.set_xlabel(f"Loss minus that of {plan.baseline} (nats per token)")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def format_plan(verdict: Verdict) -> str:
+    """Return the runs of both stages, and the time they take if finished runs show it."""
+    lines = []
+    plan, tuning = verdict.read_plan(), verdict.tuning
+    stages = [("tuning", tuning)] if tuning else []
+    config = verdict.config
+    if plan:
+        stages.append(("pairs", verdict.build_pairs(plan)))
+    else:
+        pairs = config.pairs or config.max_pairs
+        count = pairs * len(verdict.arms)
+        bound = "" if config.pairs else ", at most; the tuning seeds show the noise"
+        lines.append(f"pairs   {count} runs: {pairs} seeds of {len(verdict.arms)} arms{bound}")
+    rows = []
+    for name, stage in stages:
+        trials = {trial.name: trial for trial in stage.trials.values()}.values()
+        done = sum(trial.folder.is_finished for trial in trials)
+        rows.append(f"{name:7} {len(trials)} runs, {done} done")
+        seconds = [s for arm in verdict.arms if (s := _measure_seconds(stage, arm))]
+        if seconds:
+            hours = (len(trials) - done) * statistics.fmean(seconds)
+            rows[-1] += f"; the rest takes at most {format_duration(hours)} of one device"
+    return "\n".join([f"folder  {verdict.folder}", *rows, *lines])
+
+
+# Before any run
+
+
+def build_pair_plan(paths: Sequence[Path], effect: float, baseline: str | None = None) -> Report:
+    """Build a table of the pairs that find an effect with probability 0.8, from the noise of finished runs.
+
+    The last row pools the variances of all arms. Raises RunError if no arm has two pairs with the baseline.
+    """
+    arms, _ = load_arms(paths)
+    finished = {name: rows for name in arms if (rows := select_finished(arms[name]))}
+    base = find_baseline(finished, baseline)
+    if base is None:
+        raise RunError(f"{', '.join(map(str, paths))}: no Transformer without a memory; choose --baseline")
+    differences: dict[str, list[float]] = {}
+    seconds: list[float] = []
+    for arm, members in finished.items():
+        pairs = compare_arms(arm, members, base, finished[base]).pairs if arm != base else []
+        losses = [(read_losses(run), read_losses(other)) for run, other in pairs]
+        column = OTHER if all(OTHER in ours and OTHER in theirs for ours, theirs in losses) else TRAINING
+        values = [ours[column][0] - theirs[column][0] for ours, theirs in losses if column in ours and column in theirs]
+        if len(values) > 1:
+            differences[arm] = values
+            seconds += [math.fsum(row.get("seconds_of_last_session", math.nan) for row in pair) for pair in pairs]
+    if not differences:
+        raise RunError(f"{base}: no arm has two finished runs with the same seeds and data; train more seeds")
+    hours = statistics.median(seconds) / 3600
+    lines = [_plan_row(arm, *estimate_deviation(values), effect, hours) for arm, values in differences.items()]
+    centered = [value - statistics.fmean(values) for values in differences.values() for value in values]
+    degrees = len(centered) - len(differences)
+    pooled = math.sqrt(math.fsum(value * value for value in centered) / degrees)
+    low, high = bound_deviation(degrees)
+    lines.append(_plan_row("all (pooled)", pooled, low * pooled, high * pooled, effect, hours))
+    header = ["arm", "deviation of a pair", f"pairs for {effect:g}", "hours of one device"]
+    notes = [
+        f"Pairs with {base} that find a difference of {effect:g} nats with probability {POWER:g} at level {LEVEL:g}, "
+        "with a look after every pair, for one arm. Deviations have 95 % intervals. Hours: the median duration of the "
+        "last session of both runs, on their machines.",
+    ]
+    return Report([Table(f"Pairs for an effect of {effect:g}", header, lines)], notes, [])
+
+
+def _plan_row(arm: str, deviation: float, low: float, high: float, effect: float, hours: float) -> list[str]:
+    pairs = count_pairs(effect, deviation) if deviation else MIN_PLANNED
+    time = f"{pairs * hours:.1f}" if math.isfinite(hours) else ABSENT
+    return [arm, f"{deviation:.4f} ({low:.4f} to {high:.4f})", str(pairs), time]

@@ -1,0 +1,462 @@
+"""A verdict: tune every arm equally, then train pairs of arm and baseline on fresh seeds until all are decided.
+
+Both stages are sweeps, <name>/tuning and <name>/pairs. <name>/verdict.json is written between them, once: the tuned
+values, the seeds and the number of pairs.
+"""
+
+import dataclasses
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import yaml
+
+from stackexp.config.compose import build_dataclass, compose
+from stackexp.config.fields import Errors, option
+from stackexp.config.layers import find_origin
+from stackexp.config.yaml_files import Tree, display_path, read_file
+from stackexp.errors import ConfigError, RunError, suggest_name
+from stackexp.files import read_json, write_atomically, write_json
+from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, count_pairs, judge
+from stackexp.sweeps.controls import build_question
+from stackexp.sweeps.schema import Resources, Space, SweepConfig, Values, expand
+from stackexp.sweeps.sweep import Sweep
+from stackexp.sweeps.trials import Trial, compute_config_hash, read_failure, read_objective
+from stackexp.sweeps.worker import run_sweep
+
+PLAN, QUESTION = "verdict.json", "question.yaml"
+DIVERGED = re.compile(r"^step \d+: loss \S+ with gradient norm ")
+"""The error of a training whose loss or gradient is not finite."""
+MAX_TUNED = 3
+"""Options that a file may tune for an arm: the learning rate and two more."""
+
+
+@dataclass
+class TunedSpace(Space):
+    """The values of a tuned key, for all arms or for the named ones."""
+
+    arms: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Tuning:
+    """The search of every arm: the same points, or as many draws, on the same seeds.
+
+    Without `trials`, the points are all combinations of the values. With `trials`, they are quasi-random draws; all
+    arms that tune a key get the same values of it.
+    """
+
+    space: dict[str, TunedSpace] = field(default_factory=dict)
+    trials: Optional[int] = option(None, min=1)
+    seeds: list[int] = field(default_factory=lambda: [50, 51])
+
+    def find_errors(self) -> Errors:
+        """Check the spaces and the seeds."""
+        if not self.space:
+            yield "space", "name at least one key with its values"
+        for key, space in self.space.items():
+            yield from ((f"space.{key}.{name}", text) for name, text in space.find_errors())
+            if self.trials is None and space.values is None:
+                yield "trials", f"required, because {key} is a range"
+            if self.trials is None and space.arms:
+                yield "trials", f"required, because only some arms tune {key}; every arm gets as many trials"
+        if len(set(self.seeds)) < 2:
+            yield "seeds", "expected two different seeds or more, to measure the noise"
+
+    def select_space(self, arm: str) -> dict[str, TunedSpace]:
+        """Return the keys that an arm tunes."""
+        return {key: space for key, space in self.space.items() if not space.arms or arm in space.arms}
+
+    def draw_points(self, arm: str) -> list[Values]:
+        """Return the values of every trial of an arm."""
+        chosen = self.select_space(arm)
+        if self.trials is None:
+            products = itertools.product(*(space.values or [] for space in chosen.values()))
+            return [dict(zip(chosen, values, strict=True)) for values in products]
+        from scipy.stats import qmc
+
+        units = qmc.Halton(len(self.space), rng=0).random(self.trials)  # a longer search begins with the same draws
+        rows = [dict(zip(self.space, row, strict=True)) for row in units]
+        return [{key: _scale(row[key], space) for key, space in chosen.items()} for row in rows]
+
+
+def _scale(unit: float, space: Space) -> Any:
+    """Map a number in [0, 1) to a value of the space, rounded to three digits."""
+    if space.values is not None:
+        return space.values[int(unit * len(space.values))]
+    low, high = space.low or 0.0, space.high or 0.0
+    if space.int:
+        return int(low + unit * (high - low + 1))
+    value = math.exp(math.log(low) + unit * math.log(high / low)) if space.log else low + unit * (high - low)
+    return float(f"{value:.3g}")
+
+
+@dataclass
+class VerdictConfig:
+    """A question: which of the arms lower the loss of the baseline, by more than `effect`?
+
+    An arm is an entry of a sweep's `list`. Without `tuning`, all arms train with the options of the config. Without
+    `pairs`, their number follows from the noise between the tuning seeds, and is at most `max_pairs`.
+    """
+
+    name: Optional[str] = None  # of the folder <logging.root>/<name>; None: the file's name
+    config: Any = None
+    folder: Optional[str] = None
+    overrides: list[str] = field(default_factory=list)
+    arms: "list[dict[str, Any]]" = field(default_factory=list)
+    baseline: Optional[str] = None  # None: the first arm
+    effect: float = option(0.01, above=0)  # nats per token
+    score: str = "average.loss"  # path into result.json; lower is better
+    pairs: Optional[int] = option(None, min=MIN_PLANNED)
+    max_pairs: int = option(60, min=MIN_PLANNED)
+    first_seed: int = option(100, min=0)
+    tuning: Optional[Tuning] = None
+    resources: Resources = field(default_factory=Resources)
+    retries: int = option(0, min=0)
+
+    def find_errors(self) -> Errors:
+        """Check the arms, their names, and that no tuning seed is a seed of the pairs."""
+        names = [entry.get("name") for entry in self.arms]
+        if len(names) < 2:
+            yield "arms", "expected at least two"
+        for i, name in enumerate(names):
+            if not isinstance(name, str) or "=" in name:
+                yield f"arms[{i}].name", f"expected a name without '=', found {name!r}"
+            elif names.count(name) > 1:
+                yield f"arms[{i}].name", f"{name} is the name of two arms"
+            if "seed" in self.arms[i]:
+                yield f"arms[{i}].seed", "the verdict chooses the seeds; set first_seed and tuning.seeds"
+        if self.baseline is not None and self.baseline not in names:
+            yield "baseline", f"no arm is named {self.baseline}{suggest_name(self.baseline, list(map(str, names)))}"
+        if self.tuning is None and self.pairs is None:
+            yield "pairs", "required without tuning, which measures the noise that their number depends on"
+        if self.tuning:
+            yield from self._find_tuning_errors(self.tuning, list(map(str, names)))
+
+    def _find_tuning_errors(self, tuning: Tuning, names: list[str]) -> Errors:
+        fresh = range(self.first_seed, self.first_seed + (self.pairs or self.max_pairs))
+        if used := [seed for seed in tuning.seeds if seed in fresh]:
+            yield "tuning.seeds", f"{used[0]} is also a seed of the pairs, {fresh[0]} to {fresh[-1]}"
+        for key, arm in ((key, arm) for key, space in tuning.space.items() for arm in space.arms):
+            if arm not in names:
+                yield f"tuning.space.{key}.arms", f"no arm is named {arm}{suggest_name(arm, names)}"
+        for name in names:
+            if (count := len(tuning.select_space(name))) > MAX_TUNED:
+                yield "tuning.space", f"{name} tunes {count} options; expected at most {MAX_TUNED}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions made before the first pair: the values of each arm, the number of pairs and the effect.
+
+    `deviation` is the largest standard deviation of paired differences between tuning seeds; None if not measured.
+    """
+
+    baseline: str
+    values: dict[str, Values]
+    pairs: int
+    effect: float
+    score: str
+    seeds: list[int]
+    deviation: float | None = None
+    version: int = 1
+
+
+Key = tuple[str, int, int]
+"""Arm, index of the tuned point (0 in pairs), and seed of a run."""
+Tuned = dict[str, list[tuple[Values, list[float]]]]
+"""Arm -> its points, each with the scores of the tuning seeds."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A sweep with its trials by arm, point and seed."""
+
+    sweep: Sweep
+    trials: dict[Key, Trial]
+
+    def read_scores(self) -> dict[Key, float]:
+        """Return the scores of the trials that ended: inf for those whose loss was not finite.
+
+        Raises RunError if a result has no such score.
+        """
+        scores = {}
+        for key, trial in self.trials.items():
+            if trial.folder.is_finished:
+                scores[key], problem = read_objective(trial, self.sweep.config.objective)
+                if problem:
+                    raise RunError(f"{trial.folder.path}: {problem}")
+            elif DIVERGED.search(read_failure(trial).get("cause", "")):
+                scores[key] = math.inf
+        return scores  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The file `path` with its stages."""
+
+    path: Path
+    config: VerdictConfig
+    tree: Tree
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The configured name, or that of the file."""
+        return self.config.name or self.path.stem
+
+    @property
+    def arms(self) -> list[str]:
+        """The names of the arms."""
+        return [entry["name"] for entry in self.config.arms]
+
+    @property
+    def baseline(self) -> str:
+        """The name of the arm that the others are compared with."""
+        return self.config.baseline or self.arms[0]
+
+    @cached_property
+    def folder(self) -> Path:
+        """<logging.root>/<name>."""
+        return Path(self._build_sweep(self.name, []).base_trial.config.logging.root, self.name)
+
+    @cached_property
+    def tuning(self) -> "Stage | None":
+        """The stage that tunes the arms, point by point; None without tuning."""
+        tuning = self.config.tuning
+        if tuning is None:
+            return None
+        points = {arm: tuning.draw_points(arm) for arm in self.arms}
+        runs = [
+            (arm, i, seed, points[arm][i])
+            for i in range(len(points[self.baseline]))
+            for arm in self.arms
+            for seed in tuning.seeds
+        ]
+        return self._build_stage("tuning", {run[:3]: run[3] for run in runs})
+
+    def build_pairs(self, plan: Plan, arms: Iterable[str] | None = None, seeds: Iterable[int] | None = None) -> "Stage":
+        """Return the stage of the pairs, seed by seed, or its part with these arms and seeds."""
+        chosen = [arm for arm in self.arms if arms is None or arm in arms]
+        seeds = plan.seeds if seeds is None else seeds
+        return self._build_stage("pairs", {(arm, 0, seed): plan.values[arm] for seed in seeds for arm in chosen})
+
+    def _build_stage(self, name: str, runs: dict["Key", Values]) -> "Stage":
+        """Build a sweep whose trials are distinct; arms with the same config share theirs."""
+        base = self._build_sweep(f"{self.name}/{name}", [])
+        entries: dict[str, Values] = {}
+        trials: dict[Key, Trial] = {}
+        for (arm, point, seed), values in runs.items():
+            entry = next(entry for entry in self.config.arms if entry["name"] == arm)
+            label = arm if name == "pairs" else f"{arm}-{point}"
+            entry = entry | values | {"name": f"{label}-seed={seed}", "seed": seed}
+            ((label, own),) = expand(SweepConfig(list=[entry]))
+            trial = trials[arm, point, seed] = base.build_trial(own, label)
+            entries.setdefault(compute_config_hash(trial.config), entry)
+        sweep = self._build_sweep(base.name, list(entries.values()))
+        first = {compute_config_hash(trial.config): trial for trial in reversed(trials.values())}
+        return Stage(sweep, {key: first[compute_config_hash(trial.config)] for key, trial in trials.items()})
+
+    def check(self) -> None:
+        """Compose every trial. Raises ConfigError for an invalid one."""
+        plan = self.read_plan()
+        _ = self.tuning
+        self.build_pairs(plan or self._build_plan({arm: {} for arm in self.arms}, MIN_PLANNED, None))
+
+    def _build_sweep(self, name: str, entries: list[Values]) -> Sweep:
+        config = self.config
+        keys: list[str] = [key for key in self.tree if key in ("config", "overrides")]
+        origins = {key: find_origin(self.tree[key]) for key in keys}
+        origins |= {key: find_origin(self.tree["arms"]) for entry in config.arms for key in entry}
+        if config.tuning:
+            origins |= {key: find_origin(self.tree["tuning"]["space"][key]) for key in config.tuning.space}
+        origins.setdefault("config", display_path(self.path))
+        sweep = SweepConfig(
+            name=name,
+            config=config.config,
+            folder=config.folder,
+            overrides=config.overrides,
+            objective=config.score,
+            resources=config.resources,
+            retries=config.retries,
+            list=entries,
+        )
+        return Sweep(self.path, sweep, origins, self.overrides)
+
+    # Results
+
+    def read_tuning(self) -> Tuned:
+        """Return the points of each arm whose runs are all finished, with the scores of the seeds."""
+        tuning, stage = self.config.tuning, self.tuning
+        if tuning is None or stage is None:
+            return {}
+        scores = stage.read_scores()
+        return {
+            arm: [
+                (values, [scores[arm, i, seed] for seed in tuning.seeds])
+                for i, values in enumerate(tuning.draw_points(arm))
+                if all((arm, i, seed) in scores for seed in tuning.seeds)
+            ]
+            for arm in self.arms
+        }
+
+    def read_plan(self) -> Plan | None:
+        """Return the plan in the folder; None if there is none. Raises ConfigError if the file asks something else."""
+        path = self.folder / PLAN
+        if not path.is_file():
+            return None
+        try:
+            plan = Plan(**read_json(path))
+        except TypeError:
+            raise RunError(f"{path}: not a plan of this version; move the folder elsewhere") from None
+        ours = (self.baseline, set(self.arms), self.config.effect, self.config.score)
+        if ours != (plan.baseline, set(plan.values), plan.effect, plan.score):
+            raise ConfigError(
+                f"{display_path(self.path)}: baseline, arms, effect or score differ from those in {path}, fixed before "
+                "the first pair; set another name:"
+            )
+        return plan
+
+    def make_plan(self) -> Plan:
+        """Choose the best values of each arm, and the number of pairs, by the tuning runs.
+
+        Raises RunError if an arm has no finished point.
+        """
+        tuned, config = self.read_tuning(), self.config
+        values: dict[str, Values] = {arm: {} for arm in self.arms}
+        for arm, points in tuned.items():
+            best = min(points, key=lambda point: float(np.mean(point[1])), default=None)
+            if best is None or not math.isfinite(float(np.mean(best[1]))):
+                raise RunError(
+                    f"{self.folder}/tuning: {arm} has no finished trial; see `sweep status {self.folder}/tuning`"
+                )
+            values[arm] = best[0]
+        deviation = estimate_noise(tuned, self.baseline) if tuned else None
+        pairs = config.pairs
+        if pairs is None:
+            assert deviation is not None
+            pairs = min(config.max_pairs, count_pairs(config.effect, deviation, LEVEL / (len(self.arms) - 1)))
+        return self._build_plan(values, pairs, deviation)
+
+    def _build_plan(self, values: dict[str, Values], pairs: int, deviation: float | None) -> Plan:
+        seeds = list(range(self.config.first_seed, self.config.first_seed + pairs))
+        return Plan(self.baseline, values, pairs, self.config.effect, self.config.score, seeds, deviation)
+
+    def run(self, launcher: str = "local", max_parallel: int | None = None) -> None:
+        """Run the missing trials of both stages, until every arm is decided.
+
+        On this machine, the arms are judged after every pair, or after as many as run at once; decided arms stop. With
+        Slurm, a call submits the next stage. Raises what `run_sweep` raises, unless the failed trials diverged.
+        """
+        run = partial(self._run_part, launcher=launcher, max_parallel=max_parallel)
+        if self.tuning and not run(self.tuning, list(self.tuning.trials)):
+            return
+        plan = self.read_plan()
+        if plan is None:
+            plan = self.make_plan()
+            write_json(self.folder / PLAN, dataclasses.asdict(plan))
+        stage = self.build_pairs(plan)
+        at_once = max(1, (max_parallel or len(os.sched_getaffinity(0))) // len(self.arms))
+        if launcher != "local":
+            at_once = plan.pairs
+        while True:
+            scores = stage.read_scores()
+            judgments = judge_pairs(plan, scores)
+            arms = {plan.baseline, *(arm for arm, judgment in judgments.items() if not judgment.is_decided)}
+            missing = [s for s in plan.seeds if any((arm, 0, s) not in scores for arm in arms)]
+            if len(arms) == 1 or not missing:
+                return
+            fewest = MIN_PAIRS if len(missing) == plan.pairs else 1
+            seeds = missing[: max(at_once, fewest)]
+            if not run(stage, [(arm, 0, seed) for seed in seeds for arm in self.arms if arm in arms]):
+                return
+            words = (f"{arm} {judgment.word}" for arm, judgment in judge_pairs(plan, stage.read_scores()).items())
+            print(f"after {plan.seeds.index(seeds[-1]) + 1} of {plan.pairs} pairs: {', '.join(words)}", flush=True)
+
+    def _run_part(self, stage: Stage, keys: list[Key], launcher: str, max_parallel: int | None) -> bool:
+        """Run the trials of a stage that have not ended. Return False if they were only submitted."""
+        scores = stage.read_scores()
+        folders = {stage.trials[key].folder.path for key in keys if key not in scores}
+        part = [
+            entry
+            for trial, entry in zip(stage.sweep.trials, stage.sweep.config.list, strict=True)
+            if trial.folder.path in folders
+        ]
+        if not part:
+            return True
+        try:
+            sweep = self._build_sweep(str(stage.sweep.config.name), part)
+            run_sweep(sweep, launcher=launcher, max_parallel=max_parallel, whole=stage.sweep)
+        except RunError:
+            if stage.read_scores().keys() >= set(keys):  # the failed trials diverged
+                return True
+            raise
+        return launcher == "local"
+
+
+def estimate_noise(tuned: Tuned, baseline: str) -> float:
+    """Return the largest standard deviation, over the arms, of a pair's difference between tuning seeds.
+
+    An arm's best half of points is paired with the baseline's, rank by rank, and their variances are averaged.
+    """
+    best = {arm: _select_best_half(points) for arm, points in tuned.items()}
+    deviations = []
+    for arm, scores in best.items():
+        if arm != baseline:
+            count = min(len(scores), len(best[baseline]))
+            differences = scores[:count] - best[baseline][:count]
+            deviations.append(math.sqrt(float(np.mean(np.var(differences, axis=1, ddof=1)))))
+    return max(deviations)
+
+
+def _select_best_half(points: list[tuple[Values, list[float]]]) -> np.ndarray:
+    """Return the scores [points, seeds] of the better half of the finite points, the best first."""
+    finite = sorted((scores for _, scores in points if all(map(math.isfinite, scores))), key=lambda s: math.fsum(s))
+    return np.array(finite[: -(-len(finite) // 2)])
+
+
+def load_verdict(path: Path, overrides: Iterable[str] = ()) -> Verdict:
+    """Load and check the file of a verdict. Raises ConfigError."""
+    _, tree = read_file(path)
+    return Verdict(path, build_dataclass(VerdictConfig, tree), tree, tuple(overrides))
+
+
+def judge_pairs(plan: Plan, scores: dict[Key, float]) -> dict[str, Judgment]:
+    """Judge the arms by the scores of the finished pairs, in the order of the seeds, up to the first that is missing.
+
+    An arm's pairs also end before a run without a score, because an infinite difference has no deviation.
+    """
+    differences: dict[str, list[float]] = {arm: [] for arm in plan.values if arm != plan.baseline}
+    for arm, values in differences.items():
+        for seed in plan.seeds:
+            pair = [scores.get((name, 0, seed), math.inf) for name in (arm, plan.baseline)]
+            if not all(map(math.isfinite, pair)):
+                break
+            values.append(pair[0] - pair[1])
+    return judge(differences, plan.pairs, plan.effect)
+
+
+def write_question(names: list[str], overrides: list[str], memory: str) -> Path:
+    """Write the verdict's file for a memory with its controls and return its path. An existing file stays as it is.
+
+    Raises ConfigError if the existing file has other overrides.
+    """
+    root = Path(compose(names, overrides).logging.root)
+    name = "-".join(["verdict", *(Path(config).stem for config in names), memory])
+    path, tree = root / name / QUESTION, build_question(names, overrides, memory)
+    tree = {"name": name, "folder": str(Path.cwd())} | tree
+    if path.is_file():
+        if (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("overrides", []) != overrides:
+            raise ConfigError(f"{path}: has other overrides; change them there, or move the folder elsewhere")
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, yaml.safe_dump(tree, sort_keys=False))
+        print(f"wrote {path}: the memory, its controls and the search; edit it, or run as it is", flush=True)
+    return path
