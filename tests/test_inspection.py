@@ -17,6 +17,7 @@ from stackexp.inspection.interventions import (
     check_heads,
     clear,
     compute_losses,
+    format_changes,
     intervene,
     list_interventions,
     measure_interventions,
@@ -250,6 +251,15 @@ def test_a_cleared_stack_reads_only_later_pushes():
     push = recordings[2].values["push"]
     torch.testing.assert_close(recordings[2].values["occupancy"], push)
     assert abs(get_change(model, Intervention("x", state=lambda _, state: clear(state), layer=2))).min() > 0
+
+
+def test_only_independent_strings_have_intervals_over_few_sequences():
+    model = build_model()
+    chunks = measure_interventions(model, BATCHES, heads=False)
+    assert all(change["low"] is None and change["high"] is None for change in chunks[1:])
+    assert format_changes(chunks).count("too few chunks") == len(chunks) - 1
+    strings = measure_interventions(model, [{"tokens": TOKENS, "targets": TOKENS[:, -2:]}], heads=False)
+    assert all(change["low"] <= change["change"] <= change["high"] for change in strings[1:])
 
 
 def test_interventions_depend_on_the_memory():
