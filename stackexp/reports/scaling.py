@@ -65,6 +65,12 @@ class Point(NamedTuple):
     loss: float
     arm: str = ""
     baseline: str = BASELINE
+    path: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Tokens per parameter outside the memory."""
+        return self.tokens / self.backbone
 
 
 class PowerLaw(NamedTuple):
@@ -94,12 +100,35 @@ class PowerLaw(NamedTuple):
 
 
 class Series(NamedTuple):
-    """The runs of a panel, the quantity that all of them have in common, and the fit of each family."""
+    """The runs of a panel, and the fit of each family. All runs have the `value` of the field `fixed` in common."""
 
     quantity: str
-    condition: str
+    fixed: str
+    value: float
     points: list[Point]
     laws: dict[str, PowerLaw]
+
+    @property
+    def condition(self) -> str:
+        """The value that all runs have in common, as text."""
+        if self.fixed == "ratio":
+            return f"{self.value:.3g} tokens per parameter outside the memory"
+        return f"{abbreviate(self.value)} {'tokens' if self.fixed == 'tokens' else 'parameters outside the memory'}"
+
+
+class Ladder(NamedTuple):
+    """The finished runs at or below some paths, and the column and the sets that their losses are of.
+
+    `left_out` and `notes` describe other runs, `source` is the command that fills the ladder.
+    """
+
+    points: list[Point]
+    rows: list[Row]
+    column: str
+    sets: frozenset[str]
+    left_out: list[str]
+    notes: list[str]
+    source: str
 
 
 def build_scaling(
@@ -113,16 +142,7 @@ def build_scaling(
     """
     if not 0 <= irreducible < math.inf:
         raise RunError(f"--irreducible {irreducible:g}: not a loss; use 0 or a positive number")
-    arms, notes = load_arms(paths)
-    rows = [row | {"arm": arm} for arm in arms for row in select_finished(arms[arm])]
-    if unknown := [key for key in by if not any(key in row for row in rows)]:
-        raise RunError(f"--by {unknown[0]}: no run has this option; use a key such as optimizer.lr")
-    source = describe_sweep(paths, "ladder")
-    if not rows:
-        raise RunError("; ".join([f"{', '.join(map(str, paths))}: no finished runs", source, *notes]))
-    columns = [measure] if measure else ["V2", OTHER, TRAINING]
-    column = next((c for c in columns if all(c in read_losses(row) for row in rows)), columns[-1])
-    points, left_out = _read_points(rows, column, irreducible, shorten_keys(by))
+    points, rows, column, _, left_out, notes, source = load_ladder(paths, measure, irreducible, by)
     panels = [panel for quantity in QUANTITIES if (panel := select_series(points, quantity, irreducible))]
     if not panels:
         reason = "nothing to fit: no family has two sizes with equal tokens, or two lengths with equal parameters"
@@ -151,6 +171,23 @@ def _explain(column: str, irreducible: float) -> list[str]:
 
 
 # Families and points
+
+
+def load_ladder(
+    paths: Sequence[Path], measure: str | None = None, irreducible: float = 0.0, by: Sequence[str] = ()
+) -> Ladder:
+    """Read all finished runs at or below `paths`. Arguments as for `build_scaling`. Raises RunError without runs."""
+    arms, notes = load_arms(paths)
+    rows = [row | {"arm": arm} for arm in arms for row in select_finished(arms[arm])]
+    if unknown := [key for key in by if not any(key in row for row in rows)]:
+        raise RunError(f"--by {unknown[0]}: no run has this option; use a key such as optimizer.lr")
+    source = describe_sweep(paths, "ladder")
+    if not rows:
+        raise RunError("; ".join([f"{', '.join(map(str, paths))}: no finished runs", source, *notes]))
+    columns = [measure] if measure else ["V2", OTHER, TRAINING]
+    column = next((c for c in columns if all(c in read_losses(row) for row in rows)), columns[-1])
+    points, sets, left_out = _read_points(rows, column, irreducible, shorten_keys(by))
+    return Ladder(points, rows, column, sets, left_out, notes, source)
 
 
 def name_family(row: Row, by: Mapping[str, str]) -> str:
@@ -187,8 +224,8 @@ def _describe_mixed(rows: Sequence[Row], points: Sequence[Point]) -> list[str]:
 
 def _read_points(
     rows: Sequence[Row], column: str, irreducible: float, by: Mapping[str, str]
-) -> tuple[list[Point], list[str]]:
-    """Return the points of the finished runs, and notes about those that are left out."""
+) -> tuple[list[Point], frozenset[str], list[str]]:
+    """Return the points of the finished runs, the sets of their losses, and notes about runs that are left out."""
     sets = [name_sets(row, column) for row in rows]
     losses = [read_losses(row).get(column, (math.nan, None))[0] for row in rows]
     if all(map(math.isnan, losses)):
@@ -219,8 +256,9 @@ def _read_points(
         else:
             baseline = name_family(row | {"model.memory.kind": None, "model.kind": "transformer"}, outside)
             sizes = (row["parameters"], row["parameters"] - row["memory_parameters"], row["tokens"])
-            points.append(Point(name_family(row, by), *sizes, row["seed"], loss, row["arm"], baseline))
-    return points, [*list_seeds(skipped), *list_paths("without recorded training data, not compared", unrecorded)]
+            points.append(Point(name_family(row, by), *sizes, row["seed"], loss, row["arm"], baseline, row["path"]))
+    notes = [*list_seeds(skipped), *list_paths("without recorded training data, not compared", unrecorded)]
+    return points, most, notes
 
 
 def _find_other_data(rows: Sequence[Row]) -> tuple[dict[str, str], list[Row]]:
@@ -258,7 +296,7 @@ def _describe_unused(points: list[Point], panel: Series) -> list[str]:
     """Return notes about the runs that a panel does not show."""
     skipped = []
     for point in [point for point in points if point not in panel.points]:
-        has_sizes = len({_get_size(p, panel.quantity) for p in points if p.family == point.family}) > 1
+        has_sizes = len({get_size(p, panel.quantity) for p in points if p.family == point.family}) > 1
         reason = f"not one of two sizes with {panel.condition}" if has_sizes else "its family has one size"
         skipped.append((f"not in loss against {panel.quantity}, {reason}", point.arm, point.seed))
     return list_seeds(skipped)
@@ -276,13 +314,10 @@ def select_series(points: list[Point], quantity: str, irreducible: float = 0.0) 
     for point in points:
         groups[getattr(point, fixed)].append(point)
     value, best = max(groups.items(), key=lambda item: _rank_group(item[1], quantity), default=(0, []))
-    condition = f"{abbreviate(value)} {'tokens' if fixed == 'tokens' else 'parameters outside the memory'}"
-    ratios = [p.tokens / p.backbone for p in points]
-    near = [[p for p in points if abs(math.log(p.tokens / p.backbone / ratio)) < SAME_RATIO] for ratio in ratios]
+    near = [[p for p in points if abs(math.log(p.ratio / other.ratio)) < SAME_RATIO] for other in points]
     ladder = max(near, key=lambda group: _rank_group(group, quantity), default=[])
     if quantity == "parameters" and _rank_group(ladder, quantity) > _rank_group(best, quantity):
-        ratio = sum(p.tokens for p in ladder) / sum(p.backbone for p in ladder)
-        best, condition = ladder, f"{ratio:.3g} tokens per parameter outside the memory"
+        best, fixed, value = ladder, "ratio", sum(p.tokens for p in ladder) / sum(p.backbone for p in ladder)
     families = sorted({p.family for p in best}, key=lambda family: (not family.startswith(BASELINE), family))
     members = {family: [p for p in best if p.family == family] for family in families}
     members = {family: runs for family, runs in members.items() if _rank_group(runs, quantity) > (0, 0)}
@@ -290,10 +325,10 @@ def select_series(points: list[Point], quantity: str, irreducible: float = 0.0) 
         family: fit_power_law([getattr(p, quantity) for p in runs], [p.loss for p in runs], irreducible)
         for family, runs in members.items()
     }
-    return Series(quantity, condition, [p for runs in members.values() for p in runs], laws) if laws else None
+    return Series(quantity, fixed, value, [p for runs in members.values() for p in runs], laws) if laws else None
 
 
-def _get_size(point: Point, quantity: str) -> int:
+def get_size(point: Point, quantity: str) -> int:
     """Return the size that distinguishes runs of a family: models with other memories only are not other sizes."""
     return point.backbone if quantity == "parameters" else point.tokens
 
@@ -302,7 +337,7 @@ def _rank_group(points: list[Point], quantity: str) -> tuple[int, int]:
     """Return the number of families with two sizes or more, and the largest number of sizes of one of them, or 0."""
     sizes: dict[str, set[int]] = defaultdict(set)
     for point in points:
-        sizes[point.family].add(_get_size(point, quantity))
+        sizes[point.family].add(get_size(point, quantity))
     counts = [len(own) for own in sizes.values() if len(own) > 1]
     return len(counts), max(counts, default=0)
 
@@ -358,7 +393,7 @@ def _build_table(panels: Sequence[Series]) -> tuple[list[str], list[list[str]]]:
         sizes = {f: [getattr(p, panel.quantity) for p in panel.points if p.family == f] for f in panel.laws}
         baselines = {p.family: p.baseline for p in panel.points}
         for family, law in panel.laws.items():
-            count = len({_get_size(p, panel.quantity) for p in panel.points if p.family == family})
+            count = len({get_size(p, panel.quantity) for p in panel.points if p.family == family})
             row = [panel.quantity, family, str(count), str(len(sizes[family]))]
             row += [f"{law.exponent:.4f}", _format_interval(law.interval())]
             baseline = baselines[family]
