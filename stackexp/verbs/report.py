@@ -1,6 +1,7 @@
 """Compare runs in tables and figures."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import re
@@ -27,6 +28,14 @@ def parse_lengths(text: str) -> tuple[int, int]:
     if not 1 <= first <= last:
         raise argparse.ArgumentTypeError(f"expected a range of lengths such as 41_500, found {text}")
     return first, last
+
+
+def parse_size(text: str) -> int:
+    """Return a positive number such as 700000000 or 700e6."""
+    with contextlib.suppress(ValueError, OverflowError):
+        if (size := int(float(text))) > 0:
+            return size
+    raise argparse.ArgumentTypeError(f"expected a number such as 700e6, found {text}")
 
 
 LOSS = argument(
@@ -145,6 +154,9 @@ class Scaling(ReportVerb):
     """Fit power laws of the loss against parameters and against tokens, for each family of models.
 
     Families are the paper's variants and the kinds of memory; --by separates them by options.
+
+    With --forecast, it instead predicts the loss of one new run of the next size, with a 95 % interval, and writes this
+    to FILE. The same command scores the forecast when runs of this size have finished; it never changes FILE.
     """
 
     builder = "reports.scaling:build_scaling"
@@ -152,12 +164,33 @@ class Scaling(ReportVerb):
         "report scaling runs/ladder --figure scaling.pdf",
         "report scaling runs/scaling --irreducible 1.7 --latex",
         "report scaling runs/ladder --by optimizer.lr",
+        "report scaling runs/ladder --forecast forecast-700m.json --size 700e6",
     )
     options = (
         LOSS,
         argument("--irreducible", "LOSS", "loss that no size removes (default: 0)", type=float, default=0.0),
         argument("--by", "KEY,...", "options whose values separate families as well", type=split_names, default=()),
     )
+
+    def add_arguments(self, parser: Parser) -> None:
+        super().add_arguments(parser)
+        parser.add_argument(
+            "--forecast", type=Path, metavar="FILE.json", help="file to write, or to score if it exists"
+        )
+        sizes = parser.add_mutually_exclusive_group()
+        sizes.add_argument("--size", type=parse_size, metavar="N", help="parameters outside the memory to forecast")
+        sizes.add_argument("--tokens", type=parse_size, metavar="N", help="tokens to forecast, for loss against tokens")
+
+    def run(self, args: Namespace) -> int:
+        if args.forecast is None and (args.size or args.tokens):
+            args.parser.error("--size and --tokens require --forecast")
+        if args.forecast:
+            args.parser.check_output("--forecast", args.forecast, [".json"])
+            if args.figure:
+                args.parser.error("--figure: a forecast has no figure; omit it")
+            self.builder = "reports.forecast:build_forecast"
+            args.parameters = [*args.parameters, "forecast", "size", "tokens"]
+        return super().run(args)
 
 
 class Benchmarks(ReportVerb):

@@ -1,0 +1,248 @@
+"""`report scaling --forecast`: the coverage of its intervals on simulated ladders, and its file."""
+
+import json
+import shutil
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from language_runs import finish, write_run
+
+from stackexp import cli
+from stackexp.files import read_json
+from stackexp.reports.forecast import leave_out_largest, predict_run
+
+FIRST = 15e6
+LAWS = {
+    "power law": lambda x: 3.5 * np.exp(-0.08 * x),
+    "offset": lambda x: 1.7 + 1.5 * np.exp(-0.3 * x),
+    "large offset, steep": lambda x: 2.5 + np.exp(-0.6 * x),
+    "two power laws": lambda x: 1.69 + 1.48 * np.exp(-0.34 * x) + 1.73 * np.exp(-0.28 * x),
+    "flattens": lambda x: np.exp(1.3 - 0.12 * x + 0.006 * x**2),
+    "steepens": lambda x: np.exp(1.3 - 0.06 * x - 0.004 * x**2),
+    "breaks": lambda x: 1.8 + 1.6 * np.exp(-0.2 * x) * (1 + np.exp(2 * x) / 25) ** -0.02,
+    "difference, constant": lambda x: -0.05 + 0 * x,
+    "difference, shrinks": lambda x: -0.1 * np.exp(-0.3 * x),
+    "difference, grows": lambda x: -0.02 - 0.02 * x,
+}
+"""Loss by log(size / FIRST), in nats."""
+DEVIATIONS = ((0.003, 0.0), (0.015, 0.0), (0.03, 0.0), (0.005, 0.01))
+"""Standard deviations between seeds, and between sizes beyond the law."""
+
+
+def simulate_coverage(law, num_sizes, num_seeds, step, deviations, repetitions):
+    """Return the part of ladders whose largest size, predicted from the others, is inside the 95 % interval."""
+    generator = np.random.default_rng(0)
+    sizes = FIRST * step ** np.arange(num_sizes)
+    between_seeds, between_sizes = deviations
+    values = LAWS[law](np.log(sizes / FIRST))[:, None] + between_sizes * generator.normal(
+        size=(repetitions, num_sizes, 1)
+    )
+    values = values + between_seeds * generator.normal(size=(repetitions, num_sizes, num_seeds))
+    known = values[:, :-1]
+    squares = known.var(2).sum(1) * num_seeds
+    mixture = predict_run(sizes[:-1], np.full(num_sizes - 1, num_seeds), known.mean(2), squares, sizes[-1])
+    probability = mixture.cdf(values[:, -1, 0])
+    return np.mean((probability >= 0.025) & (probability <= 0.975))
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_intervals_cover_the_left_out_largest_size(law):
+    for cell in product((4, 6), (1, 3), (3,), ((0.015, 0.0), (0.005, 0.01))):
+        assert simulate_coverage(law, *cell, repetitions=300) >= 0.9, cell
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAWS)
+def test_intervals_cover_the_left_out_largest_size_in_the_full_grid(law):
+    for cell in product((4, 5, 6), (1, 2, 3), (2, 3), DEVIATIONS):
+        assert simulate_coverage(law, *cell, repetitions=2000) >= 0.9, cell
+
+
+def test_each_size_is_predicted_from_the_smaller_ones():
+    law = LAWS["offset"]
+    runs = {int(size): [law(np.log(size / FIRST))] * 2 for size in FIRST * 2.0 ** np.arange(6)}
+    left_out = leave_out_largest(runs)
+    assert [left["size"] for left in left_out] == sorted(runs)[:2:-1], "three sizes remain"
+    errors = [left["predicted"] - left["measured"][0] for left in left_out]
+    assert errors[0] == pytest.approx(0, abs=0.005)
+    widths = [left["high"] - left["low"] for left in left_out]
+    assert widths == sorted(widths), "more sizes, narrower intervals"
+    assert min(widths) > 4 * 0.01 / 2, "without noise, the prior deviation remains"
+
+
+def test_intervals_cover_the_larger_sizes_of_a_published_ladder():
+    """Test losses on the Pile of Cerebras-GPT, at 20 tokens per parameter, from its model card."""
+    sizes = [int(size) for size in (111e6, 256e6, 590e6, 1.3e9, 2.7e9, 6.7e9, 13e9)]
+    losses = {size: [loss] for size, loss in zip(sizes, (2.566, 2.299, 2.184, 1.996, 1.834, 1.704, 1.575), strict=True)}
+    left_out = leave_out_largest(losses)
+    assert [left["size"] for left in left_out] == sizes[:2:-1]
+    assert all(left["low"] <= left["measured"][0] <= left["high"] for left in left_out)
+
+
+# The file
+
+
+NEXT = 240_000_000
+
+
+def write_ladder(folder: Path, sizes=(15e6, 30e6, 60e6, 120e6), seeds=(0, 1)) -> Path:
+    """Write runs of two arms, on 20 tokens per parameter. The stack gains 0.05; both share the deviation of a seed."""
+    for size, seed in product(map(int, sizes), seeds):
+        for arm, memory, gain in (("transformer", "null", 0.0), ("stacktrans", "stacktrans", 0.05)):
+            loss = LAWS["offset"](np.log(size / FIRST)) + 0.01 * (seed - 0.5) - gain
+            run = write_run(
+                folder / f"{arm}-{size // 10**6}m-seed={seed}-0123abcd", f"model.memory={memory}", seed=seed
+            )
+            more = size // 100 if gain else 0
+            finish(run, loss, parameters=size + more, memory_parameters=more, tokens=20 * size)
+    return folder
+
+
+def set_start(run: Path, started: str) -> None:
+    (run / "environment.json").write_text(json.dumps([{"started": started}]))
+
+
+def run_report(capsys, *arguments) -> tuple[int, str]:
+    code = cli.main(["report", "scaling", *map(str, arguments)])
+    output = capsys.readouterr()
+    return code, " ".join((output.out + output.err).split())  # without line breaks
+
+
+@pytest.fixture
+def written(tmp_path, capsys):
+    """Return the folder of runs and the forecast of the next size."""
+    runs, file = write_ladder(tmp_path / "runs"), tmp_path / "forecast.json"
+    code, text = run_report(capsys, runs, "--forecast", file, "--size", "240e6")
+    assert code == 0, text
+    assert "no finished run of this size yet" in text
+    return runs, file
+
+
+def test_the_file_holds_the_runs_and_the_intervals(written):
+    runs, file = written
+    contents = read_json(file)
+    assert (contents["format"], contents["version"], contents["size"]) == ("stackexp forecast", 1, NEXT)
+    assert (contents["loss"], contents["fixed"], contents["value"]) == ("average", "ratio", 20)
+    assert {Path(run["path"]) for run in contents["runs"]} == set(runs.iterdir())
+    assert all(len(run["sha256"]) == 64 and run["loss"] > 0 for run in contents["runs"])
+    names = [tuple(forecast["names"]) for forecast in contents["forecasts"]]
+    assert sorted(names) == [("StackTrans",), ("StackTrans", "Transformer"), ("Transformer",)]
+    forecasts = dict(zip(names, contents["forecasts"], strict=True))
+    assert forecasts["Transformer",]["predicted"] == pytest.approx(LAWS["offset"](np.log(16)), abs=0.03)
+    paired = forecasts["StackTrans", "Transformer"]
+    assert paired["predicted"] == pytest.approx(-0.05, abs=1e-6)
+    widths = {name: forecast["high"] - forecast["low"] for name, forecast in forecasts.items()}
+    assert widths["StackTrans", "Transformer"] < widths["Transformer",], "the deviation of a seed cancels in a pair"
+    assert [left["size"] for left in paired["left_out"]] == [120_000_000]
+
+
+def test_runs_of_the_predicted_size_are_scored_and_the_file_is_not_changed(written, capsys):
+    runs, file = written
+    frozen = file.read_bytes()
+    write_ladder(runs, sizes=[NEXT], seeds=[2])
+    set_start(runs / "transformer-240m-seed=2-0123abcd", "2100-01-01T00:00:00+0000")
+    worse = write_run(runs / "transformer-241m-seed=8-0123abcd", "model.memory=null", seed=8)
+    finish(worse, 4.0, parameters=241_000_000, tokens=20 * 241_000_000)
+    set_start(worse, "2001-01-01T00:00:00+0000")
+    for _ in range(2):
+        code, text = run_report(capsys, runs, "--forecast", file, "--size", "240e6", "--csv", file.with_suffix(".csv"))
+        assert code == 0, text
+        assert "Forecast for 240M parameters: 3 of 4 inside" in text
+        assert "8 4.000 outside*" in text
+        assert "2 -0.050 inside" in text
+        assert f"1 run started before the forecast was written, so no test of it: {worse}" in text
+        assert "1 run without a recorded start: " in text
+        assert "of the forecast changed" not in text
+        assert "of the forecast missing" not in text
+    assert file.read_bytes() == frozen
+    assert file.with_suffix(".csv").read_text().count("\n") == 5
+
+
+def test_runs_with_another_token_budget_are_not_scored(written, capsys):
+    runs, file = written
+    other = write_run(runs / "transformer-240m-seed=7-0123abcd", "model.memory=null", seed=7)
+    finish(other, 3.0, parameters=NEXT, tokens=5 * NEXT)
+    _, text = run_report(capsys, runs, "--forecast", file)
+    assert f"1 run of this size without 20 tokens per parameter outside the memory, not scored: {other}" in text
+    assert "no finished run of this size yet" in text
+
+
+def test_changed_and_missing_runs_are_reported(written, capsys):
+    runs, file = written
+    changed, missing, moved = (runs / f"transformer-{size}m-seed=0-0123abcd" for size in (15, 30, 60))
+    finish(changed, 3.0, parameters=15_000_000, tokens=300_000_000)
+    shutil.rmtree(missing)
+    moved.rename(runs / "elsewhere")
+    code, text = run_report(capsys, runs, "--forecast", file)
+    assert code == 0
+    assert f"1 run of the forecast changed since it was written, which counts their earlier losses: {changed} -" in text
+    assert f"1 run of the forecast missing: {missing}" in text
+    assert str(moved) not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda contents: [contents], "not a forecast; give a file that `report scaling --forecast` wrote"),
+        (lambda contents: contents | {"format": "other"}, "not a forecast"),
+        (lambda contents: contents | {"version": 2}, "a forecast of version 2, not 1; use the stackexp that wrote it"),
+        (lambda contents: contents | {"size": NEXT + 1}, "changed since it was written; restore it"),
+        (lambda contents: {k: v for k, v in contents.items() if k != "runs"}, "changed since it was written"),
+    ],
+)
+def test_another_file_is_refused_in_one_line(written, capsys, change, message):
+    runs, file = written
+    file.write_text(json.dumps(change(read_json(file))))
+    code = cli.main(["report", "scaling", str(runs), "--forecast", str(file)])
+    error = capsys.readouterr().err
+    assert code == 1
+    assert f"{file}: {message}" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--size", "300e6"], "a forecast of size 240000000, not 300000000"),
+        (["--tokens", "240e6"], "a forecast of quantity parameters, not tokens"),
+        (["--loss", "training loss"], "a forecast of loss average, not training loss"),
+        (["--by", "optimizer.lr"], "a forecast of by [], not ['optimizer.lr']"),
+        (["--irreducible", "1.7"], "--irreducible 1.7: a forecast estimates it; omit the option"),
+        (["--figure", "scaling.png"], "--figure: a forecast has no figure"),
+    ],
+)
+def test_other_options_than_those_of_the_file_are_refused(written, capsys, arguments, message):
+    runs, file = written
+    code, text = run_report(capsys, runs, "--forecast", file, *arguments)
+    assert code != 0
+    assert message in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no such file; to write a forecast, give --size or --tokens"),
+        (["--size", "60e6"], "has this size; a forecast is written before such runs are trained"),
+        (["--size", "100e6"], "--size 100000000: not above the largest size, 120000000"),
+        (["--tokens", "1e9"], "--tokens 1000000000: nothing to fit in tokens"),
+        (["--size", "many"], "argument --size: expected a number such as 700e6, found many"),
+    ],
+)
+def test_a_forecast_that_cannot_be_written_is_refused(tmp_path, capsys, arguments, message):
+    runs, file = write_ladder(tmp_path / "runs", seeds=[0]), tmp_path / "forecast.json"
+    code, text = run_report(capsys, runs, "--forecast", file, *arguments)
+    assert code != 0
+    assert message in text
+    assert not file.exists()
+
+
+def test_two_sizes_are_too_few(tmp_path, capsys):
+    runs, file = write_ladder(tmp_path / "runs", sizes=(15e6, 30e6)), tmp_path / "forecast.json"
+    code, text = run_report(capsys, runs, "--forecast", file, "--size", "60e6")
+    assert code == 1
+    assert "no family has 3 sizes with 20 tokens per parameter outside the memory" in text
+    code, text = run_report(capsys, runs, "--size", "60e6")
+    assert code == 2
+    assert "--size and --tokens require --forecast" in text
