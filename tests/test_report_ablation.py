@@ -15,6 +15,7 @@ from stackexp.config.compose import compose
 from stackexp.data.olmo import NAMES
 from stackexp.errors import RunError
 from stackexp.evaluation.scores import write_chunk_losses
+from stackexp.modules.scores import SamplingError
 from stackexp.reports.ablation import (
     PAPER,
     adjust_holm,
@@ -295,12 +296,17 @@ def test_holm_multiplies_the_smallest_p_values_most():
     assert adjust_holm([]) == []
 
 
-def test_arms_without_an_effect_rarely_help_or_hurt():
-    """The arms share the baseline, so their differences are correlated."""
+@pytest.mark.parametrize(("seeds", "chunk_error"), [(3, 0.0), (30, 1.0)])
+def test_arms_without_an_effect_rarely_help_or_hurt(seeds, chunk_error):
+    """The arms share the baseline, so their differences are correlated. Chunk errors have four degrees of freedom."""
     rng, count, found = np.random.default_rng(0), 1000, 0
     for _ in range(count):
-        losses = rng.standard_normal((18, 3))
-        differences = {str(arm): compute_difference((losses[arm] - losses[0]).tolist()) for arm in range(1, 18)}
+        losses = rng.standard_normal((18, seeds)) + chunk_error * rng.standard_normal((18, 1))
+        differences = {}
+        for arm in range(1, 18):
+            estimate = chunk_error * math.sqrt(2 * rng.chisquare(4) / 4)
+            chunks = SamplingError(estimate, 4) if chunk_error else None
+            differences[str(arm)] = compute_difference((losses[arm] - losses[0]).tolist(), chunks)
         found += any(verdict.word in ("helps", "hurts") for verdict in judge_arms(differences, 0.01).values())
     assert 0.01 < found / count < 0.05 + 2 * math.sqrt(0.05 * 0.95 / count)
 

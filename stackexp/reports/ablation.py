@@ -152,17 +152,17 @@ def judge_arms(differences: Mapping[str, Difference | None], effect: float) -> d
     for arm, difference in differences.items():
         if difference and difference.seeds > 1 and difference.low is not None and difference.high is not None:
             intervals[arm] = difference.low, difference.high
-            p_values.append(_compute_p_value(difference.low, difference.high, difference.seeds - 1))
+            p_values.append(_compute_p_value(difference.low, difference.high, difference.degrees))
     verdicts = dict.fromkeys(differences, Verdict("undecided", None))
     for (arm, interval), p_value in zip(intervals.items(), adjust_holm(p_values), strict=True):
         verdicts[arm] = Verdict(classify_effect(*interval, effect, p_value <= LEVEL), interval)
     return verdicts
 
 
-def _compute_p_value(low: float, high: float, degrees: int) -> float:
-    """Return the p-value of no difference from a 95 % interval, as if all of its width came from Student's t.
+def _compute_p_value(low: float, high: float, degrees: float) -> float:
+    """Return the p-value of no difference from a 95 % interval, as if all of it came from Student's t with `degrees`.
 
-    At smaller levels, the part that comes from the chunks grows more slowly, so the true p-value may be smaller.
+    `degrees` are the fewest of its parts. The others widen less at smaller levels, so the p-value is not too small.
     """
     from scipy.special import stdtr
 

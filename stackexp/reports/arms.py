@@ -25,11 +25,11 @@ from stackexp.evaluation.scores import read_chunk_losses
 from stackexp.frame import OLMO_GROUPS, Row, get_options, get_scores, list_rows, load_runs
 from stackexp.modules.scores import (
     Noise,
+    SamplingError,
     average_errors,
     average_groups,
     average_scores,
     estimate_sampling_error,
-    get_t_quantile,
     split_noise,
 )
 from stackexp.runs import RunFolder
@@ -238,12 +238,16 @@ def select_data_options(row: Row) -> dict[str, Any]:
 
 
 class Difference(NamedTuple):
-    """The mean of paired differences over `seeds` seeds, with its 95 % interval if there is one."""
+    """The mean of paired differences over `seeds` seeds, with its 95 % interval if there is one.
+
+    `degrees` is the smallest number of degrees of freedom in the interval: of the seeds or of the chunks.
+    """
 
     mean: float
     low: float | None
     high: float | None
     seeds: int
+    degrees: float = 0
 
     def __str__(self) -> str:
         if self.low is None or self.high is None:
@@ -254,19 +258,19 @@ class Difference(NamedTuple):
         return f"**{text}**" if is_clear else text
 
 
-def compute_difference(values: Sequence[float], chunk_margin: float | None = None) -> Difference:
+def compute_difference(values: Sequence[float], chunks: SamplingError | None = None) -> Difference:
     """Return the mean of the differences of seeds with its interval.
 
-    With several seeds it is Student's t interval, widened by `chunk_margin` if known: the two sources of error are
+    With several seeds it is Student's t interval, widened by that of the chunks if known: the two sources of error are
     independent, so their squares add. With one seed it is the interval over chunks.
     """
     mean, seeds = statistics.fmean(values), len(values)
-    if seeds < 2:
-        if chunk_margin is None:
-            return Difference(mean, None, None, seeds)
-        return Difference(mean, mean - chunk_margin, mean + chunk_margin, seeds)
-    margin = math.hypot(get_t_quantile(seeds - 1) * statistics.stdev(values) / math.sqrt(seeds), chunk_margin or 0.0)
-    return Difference(mean, mean - margin, mean + margin, seeds)
+    errors = [SamplingError(statistics.stdev(values) / math.sqrt(seeds), seeds - 1)] if seeds > 1 else []
+    errors += [chunks] if chunks else []
+    if not errors:
+        return Difference(mean, None, None, seeds)
+    margin = math.hypot(*(error.margin for error in errors))
+    return Difference(mean, mean - margin, mean + margin, seeds, min(error.degrees for error in errors))
 
 
 @dataclass(frozen=True)
@@ -288,7 +292,7 @@ class Comparison:
         sets = {c: {name_sets(run, c) for pair in self.pairs for run in pair} for c in COLUMNS}
         columns = [c for c in COLUMNS if len(sets[c]) == 1 and all(c in x and c in y for x, y in losses)]
         return {
-            c: compute_difference([ours[c][0] - base[c][0] for ours, base in losses], self._compute_margin(c))
+            c: compute_difference([ours[c][0] - base[c][0] for ours, base in losses], self._estimate_chunk_error(c))
             for c in columns
         }
 
@@ -315,14 +319,14 @@ class Comparison:
             )
         return sets
 
-    def _compute_margin(self, column: str) -> float | None:
-        """Return half the 95 % interval over chunks of a column's difference; None if unknown, or too few chunks.
+    def _estimate_chunk_error(self, column: str) -> SamplingError | None:
+        """Return the error of a column's difference from sampling chunks; None if unknown, or too few chunks.
 
         The chunks are the same for every seed, so their differences are averaged over the seeds.
         """
         errors = [estimate_sampling_error(d.mean(0), counts) for d, counts in self._read_chunks(column)]
         known = [error for error in errors if error is not None]
-        return average_errors(known).margin if known and len(known) == len(errors) else None
+        return average_errors(known) if known and len(known) == len(errors) else None
 
 
 def compare_arms(arm: str, rows: Sequence[Row], base: str, base_rows: Sequence[Row]) -> Comparison:
