@@ -117,6 +117,7 @@ def written(tmp_path, capsys):
     code, text = run_report(capsys, runs, "--forecast", file, "--size", "240e6")
     assert code == 0, text
     assert "no finished run of this size yet" in text
+    assert "times apart" not in text, "one step of the ladder"
     return runs, file
 
 
@@ -158,6 +159,12 @@ def test_runs_of_the_predicted_size_are_scored_and_the_file_is_not_changed(writt
         assert "of the forecast missing" not in text
     assert file.read_bytes() == frozen
     assert file.with_suffix(".csv").read_text().count("\n") == 5
+
+
+def test_a_forecast_of_more_than_one_step_has_a_warning(tmp_path, capsys):
+    runs, file = write_ladder(tmp_path / "runs"), tmp_path / "forecast.json"
+    _, text = run_report(capsys, runs, "--forecast", file, "--size", "480e6")
+    assert "for 4.0 times the largest size, where the runs are at most 2.0 times apart: a bend of the law" in text
 
 
 def test_runs_with_another_token_budget_are_not_scored(written, capsys):

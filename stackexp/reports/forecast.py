@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -272,8 +273,8 @@ def _score(path: Path, contents: dict[str, Any], ladder: Ladder) -> Report:
         f"{path}: written {contents['written']} by commit {contents['commit']}. Loss: {contents['loss']}. Runs with "
         f"{condition}. Parameters are those outside the memory. Differences are paired by seed.",
         "Intervals are 95 %, of one new run. They cover the parameters of the law, its irreducible loss and bend, the "
-        "seed, and deviations of a whole size; not another learning-rate rule or other data. Simulated coverage is at "
-        "least 90 % up to three times the largest size.",
+        "seed, and deviations of a whole size; not another learning-rate rule or other data.",
+        *_check_step(contents),
         *list_paths(f"of this size without {condition}, not scored", unused),
         *_check_dates(contents["written"], new),
         *_check_runs(contents["runs"], ladder),
@@ -284,6 +285,17 @@ def _score(path: Path, contents: dict[str, Any], ladder: Ladder) -> Report:
 def _format_interval(interval: dict[str, Any], sign: str) -> list[str]:
     predicted, low, high = (f"{interval[key]:{sign}.3f}" for key in INTERVAL)
     return [predicted, f"{low} to {high}"]
+
+
+def _check_step(contents: dict[str, Any]) -> list[str]:
+    """Return a note if the forecast is further from the largest size than any two neighboring sizes are."""
+    field = "backbone" if contents["quantity"] == "parameters" else "tokens"
+    sizes = sorted({run[field] for run in contents["runs"]})
+    largest_step, step = max(b / a for a, b in pairwise(sizes)), contents["size"] / sizes[-1]
+    if step <= largest_step * (1 + SAME_RATIO):
+        return []
+    text = f"{step:.1f} times the largest size, where the runs are at most {largest_step:.1f} times apart"
+    return [f"The forecast is for {text}: a bend of the law may leave the interval."]
 
 
 def _check_dates(written: str, points: Sequence[Point]) -> list[str]:
