@@ -63,12 +63,12 @@ def judge(
     divided by the number of arms, lies within +-effect.
     """
     p_values = {arm: float(compute_p_value(values, planned)) for arm, values in differences.items()}
-    significant = apply_holm(p_values, level)
+    adjusted = dict(zip(p_values, adjust_holm(list(p_values.values())), strict=True))
     judgments = {}
     for arm, values in differences.items():
         mean, low, high = compute_interval(values, planned, level / len(differences))
         word = Word.UNDECIDED
-        if arm in significant:
+        if adjusted[arm] <= level:
             word = Word.HELPS if mean < 0 else Word.HURTS
         elif max(-low, high) < effect:
             word = Word.NO_EFFECT
@@ -76,14 +76,13 @@ def judge(
     return judgments
 
 
-def apply_holm(p_values: Mapping[str, float], level: float = LEVEL) -> set[str]:
-    """Return the names that are significant at a familywise error rate of `level` (Holm 1979)."""
-    significant: set[str] = set()
-    for rank, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
-        if p_values[name] > level / (len(p_values) - rank):
-            break
-        significant.add(name)
-    return significant
+def adjust_holm(p_values: Sequence[float]) -> list[float]:
+    """Return the p-values after the correction for their number by Holm (1979)."""
+    order = np.argsort(p_values)
+    steps = np.sort(p_values) * np.arange(len(p_values), 0, -1)
+    adjusted = np.empty(len(p_values))
+    adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1)
+    return adjusted.tolist()
 
 
 def compute_crossing_probability(barrier: "float | np.ndarray", planned: int) -> np.ndarray:

@@ -9,7 +9,6 @@ from stackexp import sequential
 from stackexp.sequential import (
     MIN_PAIRS,
     Word,
-    apply_holm,
     compute_crossing_probability,
     compute_interval,
     compute_p_value,
@@ -84,12 +83,6 @@ def test_barrier_approaches_the_tabulated_constants_from_below_the_continuous_on
     assert compute_crossing_probability(2.2414 - sequential.CONTINUITY / 1000, 10**6) == pytest.approx(0.05, abs=1e-4)
     grid = np.linspace(0.7, 1.3, 7)
     assert np.all(np.diff(compute_crossing_probability(grid, 16)) < 0), "both series agree where they meet"
-
-
-def test_holm_stops_at_the_first_large_p_value():
-    assert apply_holm({"a": 0.04, "b": 0.012, "c": 0.03, "d": 0.9}) == {"b"}
-    assert apply_holm({"a": 0.02, "b": 0.012, "c": 0.01, "d": 0.045}) == {"a", "b", "c", "d"}
-    assert apply_holm({}) == set()
 
 
 def test_judge_names_all_four_cases():

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from stackexp.data.olmo import NAMES
 from stackexp.errors import RunError
 from stackexp.frame import Row, get_scores
@@ -40,6 +38,7 @@ from stackexp.reports.arms import (
 )
 from stackexp.reports.compare import format_loss
 from stackexp.reports.report import PALETTE, Report, Table, new_figure
+from stackexp.sequential import LEVEL, adjust_holm
 from stackexp.tables import ABSENT
 
 PAPER = {
@@ -51,7 +50,6 @@ PAPER = {
     "Full-Dimension": ((2.370, None), (3.457, 33.05), (3.105, 24.73)),
 }
 """Variant -> (loss, perplexity) that the paper prints: in training, on V2 and on V3."""
-LEVEL = 0.05  # of the tests, after Holm's correction
 LEGEND = (
     "Losses are means over the seeds, in nats per token, with perplexity after the slash. Training loss: mean of the "
     "last 20 steps. Average: the run's own sets outside V2 and V3.",
@@ -134,15 +132,6 @@ def classify_effect(low: float, high: float, effect: float, is_significant: bool
     if is_significant and (high < 0 or low > 0):
         return "helps" if high < 0 else "hurts"
     return f"no effect above {effect:g}" if -effect < low and high < effect else "undecided"
-
-
-def adjust_holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values after Holm's correction."""
-    order = np.argsort(p_values)
-    steps = np.sort(p_values) * np.arange(len(p_values), 0, -1)
-    adjusted = np.empty(len(p_values))
-    adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1)
-    return adjusted.tolist()
 
 
 def judge_arms(differences: Mapping[str, Difference | None], effect: float) -> dict[str, Verdict]:
