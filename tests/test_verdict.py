@@ -116,10 +116,11 @@ def test_a_stopped_verdict_continues_and_a_diverged_trial_is_the_worst(question)
 def test_another_question_needs_another_name(question, capsys):
     question.run()
     question.write(effect=0.02)
-    assert "was fixed before" not in question.run("--report", expect=2)
+    question.keys["arms"][2]["model.memory.num_slots"] = 4
+    question.write()
     assert main(["verdict", str(question.path), "--report"]) == 2
     error = capsys.readouterr().err
-    assert "baseline, arms, effect or score differ from those in" in error
+    assert "arms, effect changed since" in error
     assert error.rstrip().endswith("set another name:")
 
 
@@ -139,6 +140,7 @@ def test_another_question_needs_another_name(question, capsys):
         ({"tuning": {"space": {k: {"values": [1]} for k in "abcd"}}}, "plain tunes 4 options; expected at most 3"),
         ({"tuning": {"space": {"a": {"values": [1], "arms": ["good"]}}}}, "only some arms tune a"),
         ({"tuning": {"space": {"a": {"values": [1], "arms": ["godo"]}}, "trials": 2}}, "no arm is named godo"),
+        ({"score": "average.accuracy"}, "average.accuracy is an accuracy; expected a loss"),
         ({"efect": 1}, "efect"),
     ],
 )  # fmt: skip

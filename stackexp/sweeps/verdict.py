@@ -133,6 +133,8 @@ class VerdictConfig:
                 yield f"arms[{i}].name", f"{name} is the name of two arms"
             if "seed" in self.arms[i]:
                 yield f"arms[{i}].seed", "the verdict chooses the seeds; set first_seed and tuning.seeds"
+        if re.search("accuracy|^score_", self.score):
+            yield "score", f"{self.score} is an accuracy; expected a loss"
         if self.baseline is not None and self.baseline not in names:
             yield "baseline", f"no arm is named {self.baseline}{suggest_name(self.baseline, list(map(str, names)))}"
         if self.tuning is None and self.pairs is None:
@@ -159,14 +161,26 @@ class Plan:
     `deviation` is the largest standard deviation of paired differences between tuning seeds; None if not measured.
     """
 
-    baseline: str
+    question: dict[str, Any]  # config, overrides, arms, baseline, effect and score
     values: dict[str, Values]
-    pairs: int
-    effect: float
-    score: str
     seeds: list[int]
     deviation: float | None = None
     version: int = 1
+
+    @property
+    def baseline(self) -> str:
+        """The name of the arm that the others are compared with."""
+        return self.question["baseline"]
+
+    @property
+    def effect(self) -> float:
+        """The difference in question, in nats per token."""
+        return self.question["effect"]
+
+    @property
+    def pairs(self) -> int:
+        """The number of planned pairs."""
+        return len(self.seeds)
 
 
 Key = tuple[str, int, int]
@@ -242,11 +256,11 @@ class Verdict:
         ]
         return self._build_stage("tuning", {run[:3]: run[3] for run in runs})
 
-    def build_pairs(self, plan: Plan, arms: Iterable[str] | None = None, seeds: Iterable[int] | None = None) -> "Stage":
-        """Return the stage of the pairs, seed by seed, or its part with these arms and seeds."""
-        chosen = [arm for arm in self.arms if arms is None or arm in arms]
-        seeds = plan.seeds if seeds is None else seeds
-        return self._build_stage("pairs", {(arm, 0, seed): plan.values[arm] for seed in seeds for arm in chosen})
+    def build_pairs(self, plan: Plan) -> "Stage":
+        """Return the stage of the pairs, seed by seed."""
+        return self._build_stage(
+            "pairs", {(arm, 0, seed): plan.values[arm] for seed in plan.seeds for arm in self.arms}
+        )
 
     def _build_stage(self, name: str, runs: dict["Key", Values]) -> "Stage":
         """Build a sweep whose trials are distinct; arms with the same config share theirs."""
@@ -316,11 +330,10 @@ class Verdict:
             plan = Plan(**read_json(path))
         except TypeError:
             raise RunError(f"{path}: not a plan of this version; move the folder elsewhere") from None
-        ours = (self.baseline, set(self.arms), self.config.effect, self.config.score)
-        if ours != (plan.baseline, set(plan.values), plan.effect, plan.score):
+        ours = self._describe_question()
+        if changed := [key for key in ours if ours[key] != plan.question.get(key)]:
             raise ConfigError(
-                f"{display_path(self.path)}: baseline, arms, effect or score differ from those in {path}, fixed before "
-                "the first pair; set another name:"
+                f"{display_path(self.path)}: {', '.join(changed)} changed since {path} was fixed; set another name:"
             )
         return plan
 
@@ -347,7 +360,12 @@ class Verdict:
 
     def _build_plan(self, values: dict[str, Values], pairs: int, deviation: float | None) -> Plan:
         seeds = list(range(self.config.first_seed, self.config.first_seed + pairs))
-        return Plan(self.baseline, values, pairs, self.config.effect, self.config.score, seeds, deviation)
+        return Plan(self._describe_question(), values, seeds, deviation)
+
+    def _describe_question(self) -> dict[str, Any]:
+        config = self.config
+        fixed = {"config": config.config, "overrides": [*config.overrides, *self.overrides], "arms": config.arms}
+        return fixed | {"baseline": self.baseline, "effect": config.effect, "score": config.score}
 
     def run(self, launcher: str = "local", max_parallel: int | None = None) -> None:
         """Run the missing trials of both stages, until every arm is decided.
