@@ -33,7 +33,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
     packages=find_packages(include=["stackexp", "stackexp.*"]),
-    package_data={"stackexp.evaluation.benchmarks": ["tasks/*.yaml"]},
+    package_data={"stackexp.evaluation.benchmarks": ["tasks/*.yaml"], "stackexp.data": ["english.yaml"]},
     cmdclass={"build_py": BuildWithConfigs},
     entry_points={"console_scripts": ["stackexp=stackexp.__main__:run"]},
     install_requires=[
@@ -50,6 +50,7 @@ setup(
         "pyyaml>=6",
         "mosaicml-streaming>=0.13,<0.14",  # datamodules/token_stream.py uses private names
         "pyarrow>=20",  # parquet, the format of FineWeb-Edu and SmolLM-Corpus
+        "lxml>=5",  # text of HTML and XML manuals, for `data english`
         "tokenizers>=0.22",
         "zstandard>=0.23",
         "tqdm>=4.66",
