@@ -18,6 +18,7 @@ VERBS = {
     "configs explain": "explain a config key, or print all of them",
     "data prepare": "turn text or token files into token shards",
     "data fetch": "download OLMo's validation sets V2 and V3",
+    "data english": "build an English corpus from Debian packages",
     "data retokenize": "convert token files to another tokenizer",
     "data inspect": "show the contents of a dataset and verify its files",
     "plan": "estimate memory, time and cost of a training run",

@@ -91,7 +91,7 @@ def test_help_lists_every_verb(arguments, capsys):
     assert max(map(len, output.splitlines())) <= 80
     assert cli.main(["data"]) == 0
     listed = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("  data ")]
-    assert listed == ["prepare", "fetch", "retokenize", "inspect"], "a group lists its verbs"
+    assert listed == ["prepare", "fetch", "english", "retokenize", "inspect"], "a group lists its verbs"
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)

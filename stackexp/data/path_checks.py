@@ -8,6 +8,8 @@ from stackexp.config.data import DataConfig, ShardsConfig, explain_set_name
 from stackexp.data import olmo
 from stackexp.errors import RunError, SetNameError, suggest_name
 
+ENGLISH = Path("data/english")  # the folder in configs/data/english.yaml
+
 
 class DataPaths(NamedTuple):
     """Paths of the training set and, by name, of the sets or folders of sets to evaluate on."""
@@ -81,6 +83,8 @@ def format_prepare_options(data: DataConfig) -> str:
 
 def explain_missing_dataset(folder: Path, options: str) -> str:
     """Return the message for a path without a prepared set; `options` are those of `data prepare`."""
+    if folder == ENGLISH / "train" and not folder.exists():
+        return f"{folder}: no such folder; build it with: python -m stackexp data english"
     is_set = any((folder / name).exists() for name in ("plan.json", "index.json"))
     if folder.is_file() or (folder.is_dir() and not is_set and any(folder.iterdir())):
         target = folder.with_name(f"{folder.stem if folder.is_file() else folder.name}-prepared")

@@ -215,6 +215,66 @@ def _format_records(records: dict[olmo.OlmoSet, Any]) -> str:
     return format_table(rows, header=header, align="<>>><")
 
 
+class English(Verb):
+    """Build a corpus of English manuals, dictionaries and books from Debian packages, and prepare it.
+
+    Needs `apt-get download` and dpkg-deb, so Debian or Ubuntu, but no root and no installation. About 280 MB are
+    downloaded. The list of packages has their versions and SHA-256, so every machine gets the same text. Whole genres
+    are held out as validation and test sets. Rerun the same command after any failure: finished steps are kept.
+
+    --latest takes the versions that the machine's mirror has, and leaves out packages that it lacks. The text then
+    differs from the published one. FOLDER/text/sources.json has versions, hashes, licenses and sizes.
+    """
+
+    examples = (
+        "data english",
+        "data english --to /scratch/english --vocab-size 8192 --context-length 512",
+        "data english --latest --packages my_packages.yaml",
+    )
+
+    def add_arguments(self, parser: Parser) -> None:
+        from stackexp.data.path_checks import ENGLISH
+
+        parser.add_argument("--to", type=Path, default=ENGLISH, metavar="FOLDER", help="default: %(default)s")
+        parser.add_argument("--packages", type=Path, metavar="FILE", help="a list of packages (default: the built-in)")
+        parser.add_argument("--latest", action="store_true", help="take the versions of this machine's mirror")
+        vocab_size = "token ids of the tokenizer that is trained (default: %(default)s)"
+        parser.add_argument("--vocab-size", type=at_least(300), default=4096, metavar="N", help=vocab_size)
+        context_length = "tokens per sequence (default: %(default)s)"
+        parser.add_argument("--context-length", type=at_least(2), default=256, metavar="N", help=context_length)
+        workers = "processes that tokenize (default: one per CPU)"
+        parser.add_argument("--workers", type=at_least(1), metavar="N", help=workers)
+
+    def run(self, args: Namespace) -> int:
+        """Build the text, prepare the training set, and print a table of the sets."""
+        from stackexp.data.debian import load_packages
+        from stackexp.data.english import PACKAGES, build_english
+        from stackexp.data.prepare import Preparation, prepare
+
+        packages = load_packages(args.packages or PACKAGES)
+        sources = build_english(args.to, packages, args.latest)
+        plan = Preparation(args.to / "text/train", vocab_size=args.vocab_size, context_length=args.context_length)
+        corpus = prepare(plan, args.to / "train", workers=args.workers)
+        assert corpus is not None
+        print(_format_sizes(sources))
+        is_published = sources["sha256"] == packages.sha256
+        print(f"SHA-256 of the text: {sources['sha256']}, {'as' if is_published else 'not as'} in the list of packages")
+        _print_corpus(corpus, args.to / "train")
+        return 0
+
+
+def _format_sizes(sources: dict[str, Any]) -> str:
+    from stackexp.tables import format_table
+
+    genres = {package["name"]: package["genre"] for package in sources["packages"]}
+    rows = []
+    for name, size in sources["sets"].items():
+        section, _, item = name.partition("/")
+        genre = genres.get(item, "") if section == "train" else item
+        rows.append([name, genre, f"{size['documents']:,}", f"{size['bytes']:,}"])
+    return format_table(rows, header=["set", "genre", "documents", "bytes"], align="<<>>")
+
+
 class Retokenize(Verb):
     """Convert token files to another tokenizer.
 
