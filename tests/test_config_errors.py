@@ -59,6 +59,10 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
         ("seed=${data.vocab_siz}", "seed: unknown key in the interpolation ${data.vocab_siz}; did you mean"),
         ("seed=${seed}", "override seed=${seed}: seed: circular interpolation ${seed}"),
         ("seed=${data.kind}", "seed: the interpolation ${data.kind} has the wrong type: "),
+        (
+            "data.packages=${trainer.max_steps}",
+            "data.packages: the interpolation ${trainer.max_steps} has the wrong type: expected true or false",
+        ),
         ("seed=${div:5,2}", "cannot resolve the interpolation ${div:5,2}: 5 is not divisible by 2"),
         ("seed=${div:5,x}", "div requires two integers, found 5 and 'x'"),
         ("seed=${div:5,2", "override seed=${div:5,2: seed: malformed interpolation ${div:5,2: "),

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import BooleanNode, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationValidationError, OmegaConfBaseException
 
 from stackexp.config import data, memory, model  # noqa: F401
@@ -288,6 +288,13 @@ def _resolve(root: DictConfig, origins: Origins) -> None:
             except (OmegaConfBaseException, RecursionError) as error:
                 message = _describe_failure(node._get_node(name)._value(), error, root, origins)
                 raise config_error(origins.get(key, ""), key, message) from error
+            child = node._get_node(name)
+            sources = [OmegaConf.select(root, source) for source in _find_names(str(child._value()))]
+            if isinstance(child, BooleanNode) and any(
+                type(source) is int for source in sources
+            ):  # OmegaConf accepts it
+                message = f"the interpolation {child._value()} has the wrong type: expected true or false"
+                raise config_error(origins.get(key, ""), key, message)
 
 
 def _iterate_slots(node: DictConfig | ListConfig, path: str = "") -> Iterator[tuple[str, Any, Any]]:
