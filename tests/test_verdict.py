@@ -141,7 +141,10 @@ def test_another_question_needs_another_name(question, capsys):
         ({"tuning": {"space": {"a": {"values": [1], "arms": ["good"]}}}}, "only some arms tune a"),
         ({"tuning": {"space": {"a": {"values": [1], "arms": ["godo"]}}, "trials": 2}}, "no arm is named godo"),
         ({"score": "average.accuracy"}, "average.accuracy is an accuracy; expected a loss"),
-        ({"efect": 1}, "efect"),
+        ({"overrides": ["optimizer.lr=1"]}, "optimizer.lr is chosen by the verdict"),
+        ({"overrides": ["seed=1"]}, "seed is chosen by the verdict"),
+        ({"efect": 1}, "did you mean 'effect'?"),
+        ({"grid": 1}, "grid: unknown key; a verdict has arms, baseline"),
     ],
 )  # fmt: skip
 def test_mistakes_in_the_file_are_one_line(question, keys, expected, capsys):

@@ -267,7 +267,8 @@ def _suggest_key(name: str, path: str, root: DictConfig) -> str:
     found = found or next((key for key in known if key.split(".")[-1] == name), None)
     if found:
         return f"; did you mean {found!r}?"
-    return f"; {section or ('a config' if is_config else 'a sweep')} has {', '.join(sorted(siblings))}"
+    kind = "config" if is_config else OmegaConf.get_type(root).__name__.removesuffix("Config").lower()
+    return f"; {section or f'a {kind}'} has {', '.join(sorted(siblings))}"
 
 
 # Interpolation

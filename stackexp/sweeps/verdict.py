@@ -20,7 +20,7 @@ import yaml
 
 from stackexp.config.compose import build_dataclass, compose
 from stackexp.config.fields import Errors, option
-from stackexp.config.layers import find_origin
+from stackexp.config.layers import find_origin, split_overrides
 from stackexp.config.yaml_files import Tree, display_path, read_file
 from stackexp.errors import ConfigError, RunError, suggest_name
 from stackexp.files import read_json, write_atomically, write_json
@@ -443,7 +443,12 @@ def _select_best_half(points: list[tuple[Values, list[float]]]) -> np.ndarray:
 def load_verdict(path: Path, overrides: Iterable[str] = ()) -> Verdict:
     """Load and check the file of a verdict. Raises ConfigError."""
     _, tree = read_file(path)
-    return Verdict(path, build_dataclass(VerdictConfig, tree), tree, tuple(overrides))
+    config, overrides = build_dataclass(VerdictConfig, tree), tuple(overrides)
+    own = {"seed", "name", *(key for arm in config.arms for key in arm), *(config.tuning or Tuning()).space}
+    for key, _, origin in split_overrides([*config.overrides, *overrides]):
+        if key in own:
+            raise ConfigError(f"{key} is chosen by the verdict, or differs between its arms; change it there", origin)
+    return Verdict(path, config, tree, overrides)
 
 
 def judge_pairs(plan: Plan, scores: dict[Key, float]) -> dict[str, Judgment]:
