@@ -14,6 +14,7 @@ platform                     device and torch version of the first session
 val/<set>/<score>            loss, perplexity and bits_per_byte of the final weights on a set
 val/average/<score>          their means over the sets of the run
 bigrams/<set>/<score>        loss and perplexity of bigram counts of the training tokens, bigrams/average included
+ema/<set>/<score>            as val/, of the moving average of the weights, ema/average included
 """
 
 import contextlib
@@ -50,7 +51,8 @@ OLMO_GROUPS = ("v2/", "v3/")
 SCORES = ("loss", "perplexity", "bits_per_byte")
 RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
 TRIAL_NAME = re.compile(r"(.*?)-?(?:seed=\d+)?-[0-9a-f]{8}")
-SCORE_COLUMN = re.compile(r"(val|bigrams)/(.+)/([a-z_]+)")
+SCORE_KINDS = ("val/", "bigrams/", "ema/")
+SCORE_COLUMN = re.compile(r"(val|bigrams|ema)/(.+)/([a-z_]+)")
 
 
 def load_runs(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
@@ -64,7 +66,7 @@ def load_runs(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
     rows = [read_run(folder) for folder in find_runs([paths] if isinstance(paths, Path | str) else paths)]
     keys = dict.fromkeys(key for row in rows for key in row)
     rest = [key for key in keys if key not in SUMMARY]
-    rest.sort(key=lambda key: (key.startswith(("val/", "bigrams/")), not is_option(key)))
+    rest.sort(key=lambda key: (key.startswith(SCORE_KINDS), not is_option(key)))
     return pd.DataFrame({key: _build_column([row.get(key, _EMPTY) for row in rows]) for key in (*SUMMARY, *rest)})
 
 
@@ -98,7 +100,7 @@ def list_rows(frame: "pd.DataFrame") -> list[Row]:
 
 def is_option(column: str) -> bool:
     """Return True for the key of an option."""
-    return column in ("name", "seed", "plugins") or ("." in column and not column.startswith(("val/", "bigrams/")))
+    return column in ("name", "seed", "plugins") or ("." in column and not column.startswith(SCORE_KINDS))
 
 
 def get_options(row: Row) -> dict[str, Any]:
@@ -269,16 +271,18 @@ def _read_result(folder: RunFolder, row: Row) -> Row:
     if not folder.is_finished:
         return {}
     contents = folder.read_result().to_dict()
-    average, bigrams, training = (contents.pop(key, {}) for key in ("average", "bigrams", "train_loss"))
-    try:
-        check_scores(bigrams)
-    except (ValueError, AttributeError) as error:
-        raise RunError(f"{folder.result}: bigrams: {error}; delete it and resume the run") from None
+    average, bigrams, ema, training = (contents.pop(key, {}) for key in ("average", "bigrams", "ema", "train_loss"))
+    for name, scores in (("bigrams", bigrams), ("ema", ema)):
+        try:
+            check_scores(scores)
+        except (ValueError, AttributeError) as error:
+            raise RunError(f"{folder.result}: {name}: {error}; delete it and resume the run") from None
     sets = _merge_sets(folder, row, contents)
     named = {name: scores for name, scores in sets.items() if not name.startswith(OLMO_GROUPS)} or sets
     average = average or {key: _average(named, key) for key in SCORES}
     columns = _list_scores("val", sets | {"average": average})
-    columns |= _list_scores("bigrams", bigrams.get("sets", {}) | {"average": bigrams.get("average", {})})
+    for name, scores in (("bigrams", bigrams), ("ema", ema)):
+        columns |= _list_scores(name, scores.get("sets", {}) | {"average": scores.get("average", {})})
     used = ("version", "sets", "groups", "steps", *(key for key in row if key != "tokens"))
     rest = {key: value for key, value in contents.items() if key not in used}
     progress = {"step": contents.get("steps"), "train_loss": training.get("last_20_steps")}

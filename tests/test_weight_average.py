@@ -13,6 +13,7 @@ from torch import nn
 from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
+from stackexp.frame import list_rows, load_runs
 from stackexp.models import checkpoints
 from stackexp.models.checkpoints import write_weights
 from stackexp.modules.optimizers import WeightAverage
@@ -99,6 +100,13 @@ def test_every_reader_of_weights_takes_the_average(averaged, tiny, tmp_path, cap
     assert ema["sets"] == json.loads(out.read_text())["sets"]
     assert len({record["average"]["loss"] for record in (raw, ema, earlier)}) == 3
     assert (raw["step"], ema["step"]) == (16, None), "reports only include scores of a step"
+    result = averaged.read_result().to_dict()
+    assert result["average"]["loss"] == pytest.approx(raw["average"]["loss"], abs=1e-6)
+    assert result["ema"]["sets"].keys() == raw["sets"].keys()
+    assert result["ema"]["average"]["loss"] == pytest.approx(ema["average"]["loss"], abs=1e-6)
+    (row,) = list_rows(load_runs(averaged.path))
+    assert row["ema/average/loss"] == result["ema"]["average"]["loss"]
+    assert row["val/average/loss"] == result["average"]["loss"]
 
     assert main(["generate", "--run", str(run), "--ckpt_path", "ema", "--prompt", "def", "--max_new_tokens", "2"]) == 0
     folder = tmp_path / "exported"

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.data import hash_log
 from stackexp.evaluation.generation import continue_text
-from stackexp.evaluation.request import EvaluationRequest, Sets, Stage, describe_evaluation
+from stackexp.evaluation.request import EvaluationRequest, ResumableEvaluation, Sets, Stage, describe_evaluation
 from stackexp.evaluation.scores import format_scores, score_bigrams
 from stackexp.files import write_atomically, write_json
 from stackexp.metric_tags import AVERAGE_LOSS
+from stackexp.models import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.scores import TAGGED_SCORES, average_groups, average_scores, tag_scores
 from stackexp.runs import RunFolder
@@ -61,9 +63,31 @@ class LanguageModelingObjective(Objective):
     def build_metric_callbacks(self, folder: RunFolder) -> list[pl.Callback]:
         return [DataRecord(folder.path, self.config.data.hash_interval)]
 
+    def evaluate(self, session: Session) -> ResumableEvaluation:
+        """Score every set with the final weights, and with `ema_decay` also with their moving average."""
+        evaluation = super().evaluate(session)
+        self._average_sets = None if self.config.trainer.ema_decay is None else self._score_average(session)
+        return evaluation
+
+    def _score_average(self, session: Session) -> Sets:
+        """Score every set with the averaged weights in the last checkpoint; restores the final weights."""
+        last, average = (
+            session.processes.run_on_first(partial(checkpoints.find_checkpoint, session.folder, name))
+            for name in ("last", checkpoints.EMA)
+        )
+        evaluation = ResumableEvaluation(
+            self.final_stage, self.config, session.data, session.processes, average, output=None
+        )
+        checkpoints.load_weights(session.module.model, average)
+        evaluation.run(session.trainer, session.module)
+        checkpoints.load_weights(session.module.model, last)
+        return evaluation.sets
+
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
         """Return the scores of model and bigram counts, the data hash, the sequences by source, and a text sample."""
         result: dict[str, Any] = _summarize(sets)
+        if self._average_sets:
+            result["ema"] = {"sets": self._average_sets, "average": average_scores(self._average_sets)}
         if lines := hash_log.read_hash_log(session.folder.path):
             result |= {"data_hash": {lines[-1]["step"]: lines[-1]["hash"]}, "sequences": lines[-1]["sequences"]}
         if session.processes.size == 1 and (bigrams := score_bigrams(self.config, session.data)):
@@ -92,6 +116,8 @@ class LanguageModelingObjective(Objective):
         if text is None:
             text = f"python -m stackexp generate --run {session.folder.path}"
         lines = [format_scores(result["sets"])]
+        if average := result.get("ema"):
+            lines.append(f"moving average of the weights: average loss {average['average']['loss']:.4f}")
         if bigrams := result.get("bigrams"):
             loss = bigrams["average"]["loss"]
             lines.append(f"bigram counts of the same training tokens: average loss {loss:.4f}")
