@@ -196,7 +196,7 @@ def test_the_card_has_the_scores_of_its_own_checkpoint(trained, tmp_path):
 
 def test_unsupported_options_are_named():
     options = ("positional=alibi", "attention_window=8", "qkv_bias=true", "attention_log_base=8", "memory=value_skip")
-    for option in (*options, "memory.feedback=true"):
+    for option in (*options, "memory.feedback=true", "memory.empty_slot=true"):
         key, value = option.split("=")
         overrides = [f"model.{option}", *["model.memory.axis=time"] * (key == "memory.feedback")]
         with pytest.raises(RunError, match=rf"^model\.{key}(\.kind)?: {value}"):

@@ -15,6 +15,7 @@ from stackexp.models.memories.base import check_interface
 from stackexp.models.memories.extensions import ExtendedStackMemory as StackMemory
 from stackexp.models.transformer import Cache, Transformer
 from stackexp.stack import use_implementation
+from stackexp.stack.reference import compute_scores
 
 
 def parameters(**options):
@@ -242,6 +243,50 @@ def test_action_bias_starts_at_push_and_is_learned():
     torch.testing.assert_close(logits, plain + torch.tensor([2.0, 0, 0], dtype=torch.float64))
     new_h, _, _ = memory(h, memory.empty_state(h))
     assert torch.autograd.grad(new_h.sum(), memory.action_bias)[0].abs().sum() > 0
+
+
+def run_twice(memory, implementation="auto"):
+    """Return h' after two updates, the second of another layer's hidden states, and the state."""
+    with use_implementation(implementation):
+        state = memory.empty_state(hidden_states())
+        _, state, _ = memory(hidden_states(), state)
+        new_h, state, _ = memory(hidden_states(seed=2), state)
+    return new_h, state
+
+
+@pytest.mark.parametrize("read_mask", ["multiply", "log"])
+@pytest.mark.parametrize("discipline", ["stack", "queue"])
+def test_an_empty_slot_takes_its_share_of_the_read(read_mask, discipline):
+    options = {"read_mask": read_mask, "discipline": discipline}
+    memory, plain = make_memory(empty_slot=True, **options), make_memory(**options)
+    plain.load_state_dict({name: p for name, p in memory.state_dict().items() if name != "empty_score"})
+    assert memory.empty_score.tolist() == [0, 0]
+    with torch.no_grad():
+        memory.empty_score.copy_(torch.tensor([0.5, -0.7]))
+    gradients = []
+    for implementation in ("auto", "reference"):
+        new_h, state = run_twice(memory, implementation)
+        gradients.append((new_h, *torch.autograd.grad(new_h.square().sum(), list(memory.parameters()))))
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected)
+    assert gradients[0][-2].abs().min() > 0, "the score is learned"
+    scores = compute_scores(state, memory.get_query(), read_mask)  # of the reference: all slots
+    share = scores.exp().sum(-1) / (scores.exp().sum(-1) + memory.empty_score.exp())  # [B, T, H]
+    read = share.unsqueeze(-1) * (scores.softmax(-1).unsqueeze(-1) * state.slots).sum(-2)
+    torch.testing.assert_close(new_h, memory.add_read(hidden_states(seed=2), read))
+
+    with torch.no_grad():
+        memory.empty_score.fill_(-1e4)
+    torch.testing.assert_close(run_twice(memory)[0], run_twice(plain)[0])
+    with torch.no_grad():
+        memory.empty_score.fill_(1e4)
+    torch.testing.assert_close(run_twice(memory)[0], memory.gate * hidden_states(seed=2))
+
+
+def test_an_empty_slot_requires_an_attention_over_the_depth():
+    for option in ("axis=time", "read=top"):
+        error = compose_error([BASE], "model.memory.empty_slot=true", f"model.memory.{option}")
+        assert "model.memory.empty_slot: requires axis: depth and read: global" in error
 
 
 @pytest.mark.parametrize("option", ["push_norm=head", "action_bias=2"])

@@ -44,6 +44,8 @@ class StackMemoryConfig:
     """Read by attention over all slots (global), or the top slot only."""
     read_mask: Literal["multiply", "log", "additive"] = "multiply"
     """Effect of occupancy on the read scores; see stack/reference.py."""
+    empty_slot: bool = False
+    """Add a slot of zeros with a learned score to the global read (axis: depth; slower, without kernels)."""
     residual_gate: Literal["hidden", "read"] = "hidden"
     """Term that the gate scales: the hidden state (g h + R) or the read (h + g R)."""
     site: Literal["after_block", "after_attention", "before_attention", "each_sublayer"] = "after_block"
@@ -94,6 +96,8 @@ class StackMemoryConfig:
         if self.discipline == "push_only":
             yield from self._find_push_only_errors()
         yield from self._find_feedback_errors()
+        if self.empty_slot and (self.axis, self.read) != ("depth", "global"):
+            yield "empty_slot", "requires axis: depth and read: global"
         if self.site == "each_sublayer" and self.axis == "time":
             yield "site", "each_sublayer requires axis: depth or token_major, found axis: time"
         if self.axis == "token_major" and not model.causal:

@@ -89,6 +89,8 @@ def check_support(config: ExperimentConfig) -> None:
         reason = f"model.memory.kind: {model.memory.kind} cannot be exported; only kind: stack and memory: null can"
     elif model.memory is not None and model.memory.feedback:
         reason = "model.memory.feedback: true cannot be exported; only false can"
+    elif model.memory is not None and model.memory.empty_slot:
+        reason = "model.memory.empty_slot: true cannot be exported; only false can"
     if reason:
         raise RunError(reason)
 

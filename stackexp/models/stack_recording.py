@@ -215,7 +215,8 @@ def compute_read_weights(memory: StackMemory, state: StackState) -> Tensor:
     empty = scores.new_full(
         (*scores.shape[:-1], memory.num_slots - num_occupied), eager.get_empty_score(mask, scores.dtype)
     )
-    return torch.cat([scores, empty], -1).softmax(-1)[..., :num_occupied]
+    empty_score = getattr(memory, "empty_score", None)
+    return reference.add_score(torch.cat([scores, empty], -1), empty_score).softmax(-1)[..., :num_occupied]
 
 
 def _compute_read_shares(memory: StackMemory, read: Tensor, h: Tensor) -> Tensor:

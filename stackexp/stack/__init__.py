@@ -58,6 +58,7 @@ def step(
     logits: Tensor,
     query: Tensor | None,
     checkpoint_every: int | None = None,
+    empty_score: Tensor | None = None,
     **options: Any,
 ) -> tuple[StackOutput, Any]:
     """Update and read every stack once; return the outputs and the next state.
@@ -68,6 +69,8 @@ def step(
         logits: Action logits [..., H, 3] for push, pop, no-op; [..., H, 2] for push and no-op with `push_only`.
         query: w_g [H, D], or None for `read: top`.
         checkpoint_every: Layers between stored stacks in the Triton depth step. It does not change any result.
+        empty_score: Score [H] of another slot, which is always empty. Only plain PyTorch supports it; the state must
+            come from `empty(axis="time")`.
         options: num_slots, discipline, read, read_mask; see `reference.step`.
     """
     with torch.autocast(x.device.type, enabled=False):
@@ -79,7 +82,11 @@ def step(
             if checkpoint_every is not None:
                 options["checkpoint_every"] = checkpoint_every
             return depth_step.step(state, x, logits, query, **options)
-        module = dispatch.choose_step_module(x)
+        if empty_score is not None:
+            module = dispatch.choose_plain_module()
+            options["empty_score"] = _widen(empty_score)
+        else:
+            module = dispatch.choose_step_module(x)
         return module.step(state, _widen(x), _widen(logits), None if query is None else _widen(query), **options)
 
 

@@ -76,6 +76,13 @@ def choose_step_module(x: Tensor) -> ModuleType:
     return _load_module(STEP_MODULES[_select(automatic)])
 
 
+def choose_plain_module() -> ModuleType:
+    """Return the module that updates a `StackState` for an option that the kernels do not have."""
+    return (
+        reference if _requested == "reference" else _load_module(_select("eager") if _requested == "auto" else "eager")
+    )
+
+
 def choose_scan_module(x: Tensor) -> ModuleType:
     """Return the module that scans the tokens of x, and log the choice."""
     if torch.compiler.is_compiling() and x.shape[1] > 1:

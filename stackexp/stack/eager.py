@@ -46,7 +46,14 @@ def _pad(values: Tensor, num_slots: int) -> Tensor:
     return F.pad(values, (0, 0, 0, num_slots - values.shape[-2]))
 
 
-def read_stack(state: StackState, query: Tensor | None, read: str, read_mask: str, num_slots: int) -> Tensor:
+def read_stack(
+    state: StackState,
+    query: Tensor | None,
+    read: str,
+    read_mask: str,
+    num_slots: int,
+    empty_score: Tensor | None = None,
+) -> Tensor:
     """Return R [..., H, D]. The softmax of the global read includes the S - n empty slots."""
     slots, mask = state
     num_empty = num_slots - mask.shape[-1]
@@ -59,7 +66,7 @@ def read_stack(state: StackState, query: Tensor | None, read: str, read_mask: st
     if num_empty:  # one score replaces those of all empty slots
         score = get_empty_score(read_mask, scores.dtype) + math.log(num_empty)
         scores = torch.cat([scores, torch.full_like(scores[..., :1], score)], -1)
-    weights = scores.softmax(-1)[..., : mask.shape[-1]]
+    weights = reference.add_score(scores, empty_score).softmax(-1)[..., : mask.shape[-1]]
     return (weights.unsqueeze(-1) * slots).sum(-2)
 
 
@@ -78,11 +85,12 @@ def step(
     discipline: str = "stack",
     read: str = "global",
     read_mask: str = "multiply",
+    empty_score: Tensor | None = None,
 ) -> tuple[StackOutput, StackState]:
     """Update, then read; see `reference.step`."""
     action = reference.compute_actions(logits)
     state = update_stack(state, action, x, discipline, num_slots)
-    output = read_stack(state, query, read, read_mask, num_slots)
+    output = read_stack(state, query, read, read_mask, num_slots, empty_score)
     return StackOutput(output, action, reference.compute_entropy(logits), state.mask.detach().sum(-1)), state
 
 

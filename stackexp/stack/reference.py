@@ -140,17 +140,31 @@ def compute_scores(state: StackState, query: Tensor, read_mask: str = "multiply"
     return content + (1 - mask) * ADDITIVE_PENALTY
 
 
-def read_stack(state: StackState, query: Tensor | None, read: str = "global", read_mask: str = "multiply") -> Tensor:
+def read_stack(
+    state: StackState,
+    query: Tensor | None,
+    read: str = "global",
+    read_mask: str = "multiply",
+    empty_score: Tensor | None = None,
+) -> Tensor:
     """Return R [..., H, D]. Equation 4.
 
     global: softmax_j(scores) . St over all S slots, empty ones included.    top: St[0], without a query.
+    The softmax includes another slot, with content 0, if it has a score `empty_score` [H].
     """
     if read == "top":
         return state.slots[..., 0, :]
     assert read == "global", read
     assert query is not None, "a global read requires a query"
-    weights = compute_scores(state, query, read_mask).softmax(-1)
-    return (weights.unsqueeze(-1) * state.slots).sum(-2)  # (4)
+    weights = add_score(compute_scores(state, query, read_mask), empty_score).softmax(-1)
+    return (weights[..., : state.slots.shape[-2], None] * state.slots).sum(-2)  # (4)
+
+
+def add_score(scores: Tensor, empty_score: Tensor | None) -> Tensor:
+    """Append a score [H] to scores [..., H, S], if there is one."""
+    if empty_score is None:
+        return scores
+    return torch.cat([scores, empty_score.unsqueeze(-1).expand(*scores.shape[:-1], 1)], -1)
 
 
 def step(
@@ -163,15 +177,17 @@ def step(
     discipline: str = "stack",
     read: str = "global",
     read_mask: str = "multiply",
+    empty_score: Tensor | None = None,
 ) -> tuple[StackOutput, StackState]:
     """Update, then read: equations 1 to 4.
 
-    x [..., H, D], logits [..., H, 3] (push_only: 2), query [H, D], or None for `read: top`.
+    x [..., H, D], logits [..., H, 3] (push_only: 2), query [H, D], or None for `read: top`; empty_score [H], see
+    `read_stack`.
     """
     assert state.slots.shape[-2] == num_slots, "the reference stores all slots"
     action = compute_actions(logits)
     state = update_stack(state, action, x, discipline)
-    output = read_stack(state, query, read, read_mask)
+    output = read_stack(state, query, read, read_mask, empty_score)
     return StackOutput(output, action, compute_entropy(logits), state.mask.detach().sum(-1)), state
 
 

@@ -23,6 +23,8 @@ class ExtendedStackMemory(StackMemory):
     - `init_std`: the standard deviation of all initial weights except the gate.
     - `action_input: hidden`: A [H, 3, d] takes all of h instead of x.
     - `action_scale: slice` divides the action logits by sqrt(d / H); `action_sharpness` multiplies them.
+    - `empty_slot` (axis depth): the read's softmax includes a slot of zeros with a learned score `empty_score` [H],
+      which starts at 0.
     - `action_noise`: normal noise on the logits in training, which makes the model learn sharp actions. All ranks draw
       the same noise, each for its own part of the batch, so results depend on the number of ranks.
     - `feedback` (axis time): x_t and the logits are computed from h_t + F f(R_{t-1}), F = `feedback` [d, H*D].
@@ -31,7 +33,7 @@ class ExtendedStackMemory(StackMemory):
       rows for `feedback_activation: gated`.
     """
 
-    no_decay = ("action_bias",)
+    no_decay = ("action_bias", "empty_score")
 
     def __init__(self, config: StackMemoryConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)
@@ -41,10 +43,16 @@ class ExtendedStackMemory(StackMemory):
             self.actions = new_parameter(heads, NUM_ACTIONS, hidden)
             self.fans["actions"] = "in"
         is_wide = config.projection == "none"
-        self.fans |= {"action_bias": "none", "feedback": "both" if is_wide else "out", "feedback_token": "in"}
+        self.fans |= {
+            "action_bias": "none",
+            "empty_score": "none",
+            "feedback": "both" if is_wide else "out",
+            "feedback_token": "in",
+        }
         self.fans["feedback_read"] = "in" if is_wide else "none"
         gate = self._parameters.pop("gate")
         self.action_bias = None if config.action_bias is None else new_parameter(heads, NUM_ACTIONS)
+        self.empty_score = new_parameter(heads) if config.empty_slot else None
         self.feedback = self.feedback_token = self.feedback_read = None
         if units := config.feedback_hidden_size:
             rows = 2 * units if config.feedback_activation == "gated" else units
@@ -71,6 +79,8 @@ class ExtendedStackMemory(StackMemory):
             nn.init.zeros_(self.action_bias)
             with torch.no_grad():
                 self.action_bias[:, PUSH] = self.config.action_bias
+        if self.empty_score is not None:
+            nn.init.zeros_(self.empty_score)
         if self.feedback_token is not None:
             for weight in (self.down, self.actions):
                 if weight is not None:
@@ -82,6 +92,12 @@ class ExtendedStackMemory(StackMemory):
         """Set the noise of a training step; it grows linearly over the first `action_noise_warmup_steps` steps."""
         if self.noise is not None and self.config.action_noise_warmup_steps:
             self.noise.fill_(self.config.action_noise * min(1.0, step / self.config.action_noise_warmup_steps))
+
+    def empty_state(self, h: Tensor) -> stack.StackState:
+        """Return empty stacks as `StackMemory`; with `empty_slot` those of plain PyTorch."""
+        if self.empty_score is None:
+            return super().empty_state(h)
+        return stack.empty((*h.shape[:2], self.config.num_heads), self.num_slots, self.config.head_dim, like=h)
 
     def project_down(self, h: Tensor) -> Tensor:
         """Return the push vectors [..., H, D] of h [..., d], normalized with `push_norm`."""
@@ -132,9 +148,11 @@ class ExtendedStackMemory(StackMemory):
     def update(
         self, state: stack.StackState, x: Tensor, logits: Tensor, h: Tensor
     ) -> tuple[stack.StackOutput, stack.StackState]:
-        """Update and read the stacks as `StackMemory`, with noise and feedback."""
+        """Update and read the stacks as `StackMemory`, with noise, feedback and an empty slot."""
         if self.training and self.noise is not None:
             logits = logits + self.noise * torch.randn_like(logits)
+        if self.empty_score is not None:
+            return stack.step(state, x, logits, self.get_query(), empty_score=self.empty_score, **self.get_options())
         if self.feedback is None:
             return super().update(state, x, logits, h)
         options = self.get_options() | {"feedback_activation": self.config.feedback_activation}
