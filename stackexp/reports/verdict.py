@@ -245,7 +245,7 @@ def _draw(plan: Plan, judgments: dict[str, Judgment]) -> Any:
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(judgments)), [f"{arm}: {format_word(j, plan)}" for arm, j in judgments.items()])
     axes.set_ylim(len(judgments) - 0.5, -0.5)
-    axes.set_xlabel(f"Loss minus that of {plan.baseline} (nats per token)")
+    axes.set_xlabel("Loss difference (nats per token)")
     axes.legend(fontsize=8)
     return figure
 
