@@ -22,7 +22,6 @@ from stackexp.modules.scores import (
     compute_set_scores,
     estimate_sampling_error,
     split_noise,
-    split_seed_noise,
 )
 
 SIZES, CORRELATIONS = (60, 100, 200, 400, 800), (0.0, 0.2, 0.4, 0.6, 0.8)
@@ -119,14 +118,6 @@ def test_noise_is_split_into_seeds_and_chunks():
     assert math.sqrt(np.mean([split.chunk**2 for split in splits])) == pytest.approx(chunk, rel=0.05)
     assert Noise(0.02, 0.02, 500).chunks_needed == pytest.approx(4500)
     assert split_noise([(np.zeros((2, 59)), np.ones(59))]) is None
-
-
-def test_seed_noise_is_split_into_weights_and_order():
-    rng, splits = np.random.default_rng(0), []
-    for _ in range(500):
-        weights, orders = 3 * rng.standard_normal((6, 1)), 2 * rng.standard_normal(5)
-        splits.append(split_seed_noise(weights + orders + rng.standard_normal((6, 5))))
-    assert np.sqrt(np.mean(np.square(splits), 0)) == pytest.approx([3, 2, 1], rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import TINY
+from processes import wait_until
 
 from stackexp.cli import main
 from stackexp.config.compose import build_dataclass
@@ -54,12 +55,19 @@ class Question:
         self.keys |= keys
         self.path.write_text(yaml.safe_dump(self.keys))
 
-    def run(self, *arguments: str, expect: int = 0) -> str:
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, str(PROGRAM), "verdict", str(self.path), "--max-parallel", "2"]
+
+    def prepare(self) -> None:
+        """Write the behavior of the fake trials."""
         for stage in ("tuning", "pairs"):
             (self.folder / stage).mkdir(parents=True, exist_ok=True)
         (self.folder / "behavior.json").write_text(json.dumps(self.behavior))
-        command = [sys.executable, PROGRAM, "verdict", self.path, "--max-parallel", "2", *arguments]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+
+    def run(self, *arguments: str, expect: int = 0) -> str:
+        self.prepare()
+        done = subprocess.run([*self.command, *arguments], capture_output=True, text=True, timeout=300)
         assert done.returncode == expect, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -113,6 +121,19 @@ def test_a_stopped_verdict_continues_and_a_diverged_trial_is_the_worst(question)
     assert losses[0.004,][0] == math.inf
 
 
+def test_a_stop_names_the_command_that_continues(question):
+    question.behavior["plain-0-seed=50-"]["wait"] = True
+    question.prepare()
+    process = subprocess.Popen(question.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_until(lambda: list(question.folder.glob("tuning/plain-0-seed=50-*/attempts")), process)
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert f"stopped; resume with: python -m stackexp verdict {question.path}" in output
+    (question.folder / "go").touch()
+    assert "  helps  " in question.run()
+
+
 def test_another_question_needs_another_name(question, capsys):
     question.run()
     question.write(effect=0.02)
@@ -121,7 +142,7 @@ def test_another_question_needs_another_name(question, capsys):
     assert main(["verdict", str(question.path), "--report"]) == 2
     error = capsys.readouterr().err
     assert "arms, effect changed since" in error
-    assert error.rstrip().endswith("set another name:")
+    assert error.rstrip().endswith("give it another name")
 
 
 @pytest.mark.parametrize(

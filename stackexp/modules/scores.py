@@ -159,19 +159,6 @@ def split_noise(sets: Sequence[tuple[np.ndarray, np.ndarray]]) -> Noise | None:
     return Noise(math.sqrt(seed), math.sqrt(chunk), sum(len(counts) for _, counts in sets))
 
 
-def split_seed_noise(differences: np.ndarray) -> tuple[float, float, float]:
-    """Split the variance of differences [weights, orders] into that of initial weights, of data orders and the rest.
-
-    Each row has runs of one seed, each column of one `data.shuffle_seed`. Returns standard deviations.
-    """
-    rows, columns = differences.shape
-    weights, orders = differences.mean(1), differences.mean(0)
-    rest = differences - weights[:, None] - orders + differences.mean()
-    variance = (rest**2).sum() / ((rows - 1) * (columns - 1))
-    by_weights, by_orders = weights.var(ddof=1) - variance / columns, orders.var(ddof=1) - variance / rows
-    return math.sqrt(max(by_weights, 0.0)), math.sqrt(max(by_orders, 0.0)), math.sqrt(variance)
-
-
 def compute_perplexity(loss: float) -> float:
     """Return exp(loss), or infinity where that overflows."""
     return math.inf if loss > 700 else math.exp(loss)

@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -22,7 +23,7 @@ from stackexp.config.compose import build_dataclass, compose
 from stackexp.config.fields import Errors, option
 from stackexp.config.layers import find_origin, split_overrides
 from stackexp.config.yaml_files import Tree, display_path, read_file
-from stackexp.errors import ConfigError, RunError, suggest_name
+from stackexp.errors import ConfigError, RunError, StoppedError, suggest_name
 from stackexp.files import read_json, write_atomically, write_json
 from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, count_pairs, judge
 from stackexp.sweeps.controls import build_question
@@ -333,7 +334,8 @@ class Verdict:
         ours = self._describe_question()
         if changed := [key for key in ours if ours[key] != plan.question.get(key)]:
             raise ConfigError(
-                f"{display_path(self.path)}: {', '.join(changed)} changed since {path} was fixed; set another name:"
+                f"{display_path(self.path)}: {', '.join(changed)} changed since {path} was written; "
+                "give it another name"
             )
         return plan
 
@@ -416,6 +418,9 @@ class Verdict:
             if stage.read_scores().keys() >= set(keys):  # the failed trials diverged
                 return True
             raise
+        except (StoppedError, KeyboardInterrupt) as error:  # resuming the sweep would run all pairs
+            command = shlex.join(["python", "-m", "stackexp", "verdict", str(self.path), *self.overrides])
+            raise type(error)(f"{self.folder}: stopped; resume with: {command}") from None
         return launcher == "local"
 
 
