@@ -7,6 +7,7 @@ import pytest
 from processes import wait_until
 from slurm import Slurm
 from sweep_study import ALL_STEPS, Study
+from verdict_question import Question
 
 from stackexp.cli import main
 from stackexp.sweeps.trials import State, read_claim, read_failure
@@ -71,6 +72,24 @@ def test_concurrent_submissions_run_no_trial_twice(study, slurm):
     wait_for_end(slurm)
     assert study.get_states() == [State.DONE] * 4
     assert study.count_attempts() == [1] * 4
+
+
+@pytest.mark.process
+def test_a_verdict_submits_one_stage_after_the_other(slurm, tmp_path):
+    """A failed trial is retried by the same command, whose workers still run the whole stage."""
+    question = Question(tmp_path)
+    question.keys["arms"] = [arm for arm in question.keys["arms"] if arm["name"] in ("plain", "good")]
+    question.write(tuning={"space": {"optimizer.lr": {"values": [0.001, 0.002]}}}, pairs=4)
+    question.behavior["good-1-seed=50-"]["first"] = ["error"]
+    for stage, done in (("tuning", 7), ("tuning", 8), ("pairs", 8)):
+        assert "each with 1 nodes" in question.run(*SUBMIT)
+        wait_for_end(slurm)
+        assert len(question.list_runs(stage)) == done
+    printed = question.run(*SUBMIT)
+    assert "good" in printed
+    assert "  helps  " in printed
+    assert "4/4" in printed
+    assert question.count_attempts() == [1] * 15 + [2]
 
 
 @pytest.mark.process

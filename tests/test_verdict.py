@@ -2,16 +2,13 @@
 
 import json
 import math
-import random
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
-from conftest import TINY
 from processes import wait_until
+from verdict_question import SEEDS, Question
 
 from stackexp.cli import main
 from stackexp.config.compose import build_dataclass
@@ -19,63 +16,10 @@ from stackexp.config.yaml_files import read_file
 from stackexp.errors import ConfigError
 from stackexp.reports.verdict import compute_best_of, find_share_of_steps
 from stackexp.runs import RunFolder
-from stackexp.sweeps.verdict import TunedSpace, Tuning, Verdict, VerdictConfig, estimate_noise, load_verdict
+from stackexp.sweeps.tuning import TunedSpace, Tuning, estimate_noise
+from stackexp.sweeps.verdict import VerdictConfig
 
-PROGRAM = Path(__file__).with_name("sweep_program.py")
-SEEDS = range(100, 108)
 DIVERGED = "step 3: loss nan with gradient norm nan on sequences [1] of rank 0; nothing was updated"
-
-
-class Question:
-    """A file with the arms plain (the baseline), copy, good and same, and the losses of its fake trials."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path, self.folder = folder / "question.yaml", folder / "runs" / "question"
-        config = TINY | {"logging": {"root": str(folder / "runs")}, "data": TINY["data"] | {"path": "unused"}}
-        (folder / "tiny.yaml").write_text(yaml.safe_dump(config))
-        arms = [
-            {"name": "plain", "model.memory": None},
-            {"name": "copy", "model.memory": None},
-            {"name": "good", "model.memory.num_slots": 2},
-            {"name": "same", "model.memory.num_slots": 3},
-        ]
-        tuning = {"space": {"optimizer.lr": {"values": [0.001, 0.002, 0.004]}}}
-        self.keys = {"config": "tiny.yaml", "arms": arms, "effect": 0.01, "pairs": len(SEEDS), "tuning": tuning}
-        self.write()
-        noise = random.Random(0)
-        shift = {"plain": 0.0, "good": -0.05, "same": 0.0}
-        losses = {
-            f"{arm}-seed={s}-": 4 + 0.1 * (s % 7) + shift[arm] + noise.gauss(0, 0.002) for s in SEEDS for arm in shift
-        }
-        for arm in shift:
-            losses |= {f"{arm}-{i}-seed={s}-": 4 + 0.2 * abs(i - 1) + 0.001 * s for i in range(3) for s in (50, 51)}
-        self.behavior = {name: {"seconds": 0.01, "loss": loss} for name, loss in losses.items()}
-
-    def write(self, **keys: object) -> None:
-        self.keys |= keys
-        self.path.write_text(yaml.safe_dump(self.keys))
-
-    @property
-    def command(self) -> list[str]:
-        return [sys.executable, str(PROGRAM), "verdict", str(self.path), "--max-parallel", "2"]
-
-    def prepare(self) -> None:
-        """Write the behavior of the fake trials."""
-        for stage in ("tuning", "pairs"):
-            (self.folder / stage).mkdir(parents=True, exist_ok=True)
-        (self.folder / "behavior.json").write_text(json.dumps(self.behavior))
-
-    def run(self, *arguments: str, expect: int = 0) -> str:
-        self.prepare()
-        done = subprocess.run([*self.command, *arguments], capture_output=True, text=True, timeout=300)
-        assert done.returncode == expect, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    def load(self) -> Verdict:
-        return load_verdict(self.path)
-
-    def list_runs(self, stage: str) -> list[str]:
-        return sorted(path.parent.name.rpartition("-")[0] for path in (self.folder / stage).glob("*/result.json"))
 
 
 @pytest.fixture
@@ -132,6 +76,27 @@ def test_a_stop_names_the_command_that_continues(question):
     assert f"stopped; resume with: python -m stackexp verdict {question.path}" in output
     (question.folder / "go").touch()
     assert "  helps  " in question.run()
+
+
+@pytest.mark.process
+def test_two_processes_share_a_verdict(question):
+    """They start together, and a third one joins during the pairs."""
+    question.behavior["same-seed=102-"] |= {"wait": True}
+    question.prepare()
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen(question.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    processes = [start(), start()]
+    wait_until(lambda: list(question.folder.glob("pairs/same-seed=102-*/attempts")), processes[0])
+    processes.append(start())
+    (question.folder / "go").touch()
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    reports = {output[output.index("Verdict against") :] for output in outputs}
+    assert len(reports) == 1
+    assert "  helps  " in reports.pop()
+    assert set(question.count_attempts()) == {1}
 
 
 def test_another_question_needs_another_name(question, capsys):

@@ -28,7 +28,8 @@ from stackexp.sequential import (
 )
 from stackexp.sweeps.controls import ADAPTER, FLOPS, PARAMETERS, PLAIN, SCALE, STREAM
 from stackexp.sweeps.schema import format_value, shorten_keys
-from stackexp.sweeps.verdict import Key, Plan, Stage, Tuned, Verdict, judge_pairs
+from stackexp.sweeps.tuning import Tuned
+from stackexp.sweeps.verdict import Key, Plan, Stage, Verdict, judge_pairs
 from stackexp.tables import ABSENT
 from stackexp.terminal import format_duration
 

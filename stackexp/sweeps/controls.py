@@ -1,9 +1,15 @@
 """The controls that a memory is compared with: Transformers of equal cost, and memories without a mechanism."""
 
+from pathlib import Path
 from typing import Any
 
-from stackexp.config.compose import compose
+import yaml
 
+from stackexp.config.compose import compose
+from stackexp.errors import ConfigError
+from stackexp.files import write_atomically
+
+QUESTION = "question.yaml"
 PLAIN, PARAMETERS, FLOPS, STREAM = "transformer", "transformer_wide", "transformer_flops", "wider_stream"
 ADAPTER, SCALE = "adapter", "residual_scale"
 FACTOR = 4
@@ -41,3 +47,22 @@ def build_question(names: list[str], overrides: list[str], memory: str) -> dict[
         "arms": [{"name": name} | values for name, values in arms.items()],
         "tuning": {"trials": TRIALS, "space": space},
     }
+
+
+def write_question(names: list[str], overrides: list[str], memory: str) -> Path:
+    """Write the verdict's file for a memory with its controls and return its path. An existing file stays as it is.
+
+    Raises ConfigError if the existing file has other overrides.
+    """
+    root = Path(compose(names, overrides).logging.root)
+    name = "-".join(["verdict", *(Path(config).stem for config in names), memory])
+    path, tree = root / name / QUESTION, build_question(names, overrides, memory)
+    tree = {"name": name, "folder": str(Path.cwd())} | tree
+    if path.is_file():
+        if (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("overrides", []) != overrides:
+            raise ConfigError(f"{path}: has other overrides; change them there, or move the folder elsewhere")
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, yaml.safe_dump(tree, sort_keys=False))
+        print(f"wrote {path}: the memory, its controls and the search; edit it, or run as it is", flush=True)
+    return path

@@ -5,7 +5,6 @@ values, the seeds and the number of pairs.
 """
 
 import dataclasses
-import itertools
 import math
 import os
 import re
@@ -17,86 +16,25 @@ from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
-import yaml
 
-from stackexp.config.compose import build_dataclass, compose
+from stackexp.config.compose import build_dataclass
 from stackexp.config.fields import Errors, option
 from stackexp.config.layers import find_origin, split_overrides
 from stackexp.config.yaml_files import Tree, display_path, read_file
 from stackexp.errors import ConfigError, RunError, StoppedError, suggest_name
-from stackexp.files import read_json, write_atomically, write_json
+from stackexp.files import read_json, write_json
 from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, count_pairs, judge
-from stackexp.sweeps.controls import build_question
-from stackexp.sweeps.schema import Resources, Space, SweepConfig, Values, expand
+from stackexp.sweeps.schema import Resources, SweepConfig, Values, expand
 from stackexp.sweeps.sweep import Sweep
 from stackexp.sweeps.trials import Trial, compute_config_hash, read_failure, read_objective
+from stackexp.sweeps.tuning import Tuned, Tuning, estimate_noise
 from stackexp.sweeps.worker import run_sweep
 
-PLAN, QUESTION = "verdict.json", "question.yaml"
+PLAN = "verdict.json"
 DIVERGED = re.compile(r"^step \d+: loss \S+ with gradient norm ")
 """The error of a training whose loss or gradient is not finite."""
 MAX_TUNED = 3
 """Options that a file may tune for an arm: the learning rate and two more."""
-
-
-@dataclass
-class TunedSpace(Space):
-    """The values of a tuned key, for all arms or for the named ones."""
-
-    arms: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Tuning:
-    """The search of every arm: the same points, or as many draws, on the same seeds.
-
-    Without `trials`, the points are all combinations of the values. With `trials`, they are quasi-random draws; all
-    arms that tune a key get the same values of it.
-    """
-
-    space: dict[str, TunedSpace] = field(default_factory=dict)
-    trials: Optional[int] = option(None, min=1)
-    seeds: list[int] = field(default_factory=lambda: [50, 51])
-
-    def find_errors(self) -> Errors:
-        """Check the spaces and the seeds."""
-        if not self.space:
-            yield "space", "name at least one key with its values"
-        for key, space in self.space.items():
-            yield from ((f"space.{key}.{name}", text) for name, text in space.find_errors())
-            if self.trials is None and space.values is None:
-                yield "trials", f"required, because {key} is a range"
-            if self.trials is None and space.arms:
-                yield "trials", f"required, because only some arms tune {key}; every arm gets as many trials"
-        if len(set(self.seeds)) < 2:
-            yield "seeds", "expected two different seeds or more, to measure the noise"
-
-    def select_space(self, arm: str) -> dict[str, TunedSpace]:
-        """Return the keys that an arm tunes."""
-        return {key: space for key, space in self.space.items() if not space.arms or arm in space.arms}
-
-    def draw_points(self, arm: str) -> list[Values]:
-        """Return the values of every trial of an arm."""
-        chosen = self.select_space(arm)
-        if self.trials is None:
-            products = itertools.product(*(space.values or [] for space in chosen.values()))
-            return [dict(zip(chosen, values, strict=True)) for values in products]
-        from scipy.stats import qmc
-
-        units = qmc.Halton(len(self.space), rng=0).random(self.trials)  # a longer search begins with the same draws
-        rows = [dict(zip(self.space, row, strict=True)) for row in units]
-        return [{key: _scale(row[key], space) for key, space in chosen.items()} for row in rows]
-
-
-def _scale(unit: float, space: Space) -> Any:
-    """Map a number in [0, 1) to a value of the space, rounded to three digits."""
-    if space.values is not None:
-        return space.values[int(unit * len(space.values))]
-    low, high = space.low or 0.0, space.high or 0.0
-    if space.int:
-        return int(low + unit * (high - low + 1))
-    value = math.exp(math.log(low) + unit * math.log(high / low)) if space.log else low + unit * (high - low)
-    return float(f"{value:.3g}")
 
 
 @dataclass
@@ -186,8 +124,6 @@ class Plan:
 
 Key = tuple[str, int, int]
 """Arm, index of the tuned point (0 in pairs), and seed of a run."""
-Tuned = dict[str, list[tuple[Values, list[float]]]]
-"""Arm -> its points, each with the scores of the tuning seeds."""
 
 
 @dataclass(frozen=True)
@@ -372,8 +308,9 @@ class Verdict:
     def run(self, launcher: str = "local", max_parallel: int | None = None) -> None:
         """Run the missing trials of both stages, until every arm is decided.
 
-        On this machine, the arms are judged after every pair, or after as many as run at once; decided arms stop. With
-        Slurm, a call submits the next stage. Raises what `run_sweep` raises, unless the failed trials diverged.
+        On this machine, the arms are judged after every pair, or after as many as run at once; decided arms stop. The
+        looks do not depend on the runs that exist, so several processes agree. With Slurm, a call submits the next
+        stage. Raises what `run_sweep` raises, unless the failed trials diverged.
         """
         run = partial(self._run_part, launcher=launcher, max_parallel=max_parallel)
         if self.tuning and not run(self.tuning, list(self.tuning.trials)):
@@ -382,23 +319,24 @@ class Verdict:
         if plan is None:
             plan = self.make_plan()
             write_json(self.folder / PLAN, dataclasses.asdict(plan))
-        stage = self.build_pairs(plan)
-        at_once = max(1, (max_parallel or len(os.sched_getaffinity(0))) // len(self.arms))
+        stage, arms = self.build_pairs(plan), self.arms
+        before = stage.read_scores()
+        at_once = max(1, (max_parallel or len(os.sched_getaffinity(0))) // len(arms))
         if launcher != "local":
             at_once = plan.pairs
-        while True:
-            scores = stage.read_scores()
+        for end in [*range(max(at_once, MIN_PAIRS), plan.pairs, at_once), plan.pairs]:
+            seeds = plan.seeds[:end]
+            keys = [(arm, 0, seed) for seed in seeds for arm in arms]
+            if not run(stage, keys):
+                return
+            scores = {key: score for key, score in stage.read_scores().items() if key[2] in seeds}
             judgments = judge_pairs(plan, scores)
-            arms = {plan.baseline, *(arm for arm, judgment in judgments.items() if not judgment.is_decided)}
-            missing = [s for s in plan.seeds if any((arm, 0, s) not in scores for arm in arms)]
-            if len(arms) == 1 or not missing:
+            if not before.keys() >= set(keys):
+                words = (f"{arm} {judgment.word}" for arm, judgment in judgments.items())
+                print(f"after {end} of {plan.pairs} pairs: {', '.join(words)}", flush=True)
+            arms = [plan.baseline, *(arm for arm, judgment in judgments.items() if not judgment.is_decided)]
+            if len(arms) == 1:
                 return
-            fewest = MIN_PAIRS if len(missing) == plan.pairs else 1
-            seeds = missing[: max(at_once, fewest)]
-            if not run(stage, [(arm, 0, seed) for seed in seeds for arm in self.arms if arm in arms]):
-                return
-            words = (f"{arm} {judgment.word}" for arm, judgment in judge_pairs(plan, stage.read_scores()).items())
-            print(f"after {plan.seeds.index(seeds[-1]) + 1} of {plan.pairs} pairs: {', '.join(words)}", flush=True)
 
     def _run_part(self, stage: Stage, keys: list[Key], launcher: str, max_parallel: int | None) -> bool:
         """Run the trials of a stage that have not ended. Return False if they were only submitted."""
@@ -422,27 +360,6 @@ class Verdict:
             command = shlex.join(["python", "-m", "stackexp", "verdict", str(self.path), *self.overrides])
             raise type(error)(f"{self.folder}: stopped; resume with: {command}") from None
         return launcher == "local"
-
-
-def estimate_noise(tuned: Tuned, baseline: str) -> float:
-    """Return the largest standard deviation, over the arms, of a pair's difference between tuning seeds.
-
-    An arm's best half of points is paired with the baseline's, rank by rank, and their variances are averaged.
-    """
-    best = {arm: _select_best_half(points) for arm, points in tuned.items()}
-    deviations = []
-    for arm, scores in best.items():
-        if arm != baseline:
-            count = min(len(scores), len(best[baseline]))
-            differences = scores[:count] - best[baseline][:count]
-            deviations.append(math.sqrt(float(np.mean(np.var(differences, axis=1, ddof=1)))))
-    return max(deviations)
-
-
-def _select_best_half(points: list[tuple[Values, list[float]]]) -> np.ndarray:
-    """Return the scores [points, seeds] of the better half of the finite points, the best first."""
-    finite = sorted((scores for _, scores in points if all(map(math.isfinite, scores))), key=lambda s: math.fsum(s))
-    return np.array(finite[: -(-len(finite) // 2)])
 
 
 def load_verdict(path: Path, overrides: Iterable[str] = ()) -> Verdict:
@@ -469,22 +386,3 @@ def judge_pairs(plan: Plan, scores: dict[Key, float]) -> dict[str, Judgment]:
                 break
             values.append(pair[0] - pair[1])
     return judge(differences, plan.pairs, plan.effect)
-
-
-def write_question(names: list[str], overrides: list[str], memory: str) -> Path:
-    """Write the verdict's file for a memory with its controls and return its path. An existing file stays as it is.
-
-    Raises ConfigError if the existing file has other overrides.
-    """
-    root = Path(compose(names, overrides).logging.root)
-    name = "-".join(["verdict", *(Path(config).stem for config in names), memory])
-    path, tree = root / name / QUESTION, build_question(names, overrides, memory)
-    tree = {"name": name, "folder": str(Path.cwd())} | tree
-    if path.is_file():
-        if (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("overrides", []) != overrides:
-            raise ConfigError(f"{path}: has other overrides; change them there, or move the folder elsewhere")
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, yaml.safe_dump(tree, sort_keys=False))
-        print(f"wrote {path}: the memory, its controls and the search; edit it, or run as it is", flush=True)
-    return path

@@ -328,7 +328,8 @@ def run_sweep(
 ) -> None:
     """Run the missing trials of a sweep on this machine, or submit workers to Slurm.
 
-    If `sweep` is a part of another one, the folder gets a copy of the `whole`, which Slurm's workers run.
+    If `sweep` is a part of another one, the folder gets a copy of the `whole`. Slurm's workers run all missing trials
+    of the whole.
 
     Raises ConfigError before anything is written, then what `Worker.run` or `slurm.submit_workers` raises.
     """
@@ -348,7 +349,7 @@ def run_sweep(
     if worker:
         worker.run()
     else:
-        lines = slurm.submit_workers(sweep, max_parallel, retries)
+        lines = slurm.submit_workers(whole or sweep, max_parallel, retries)
         print("\n".join(lines or ["no more workers are needed; see `sweep status`"]), flush=True)
 
 

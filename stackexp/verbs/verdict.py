@@ -31,7 +31,8 @@ class Verdict(ReportVerb):
         parser.add_config()
 
     def run(self, args: Namespace) -> int:
-        from stackexp.sweeps.verdict import load_verdict, write_question
+        from stackexp.sweeps.controls import write_question
+        from stackexp.sweeps.verdict import load_verdict
 
         if args.memory and args.file and "=" in str(args.file):
             args.file, args.overrides = None, [str(args.file), *args.overrides]

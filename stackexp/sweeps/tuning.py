@@ -1,0 +1,95 @@
+"""The search of a verdict: the points of every arm, and what their runs show."""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import numpy as np
+
+from stackexp.config.fields import Errors, option
+from stackexp.sweeps.schema import Space, Values
+
+Tuned = dict[str, list[tuple[Values, list[float]]]]
+"""Arm -> its points, each with the scores of the tuning seeds."""
+
+
+@dataclass
+class TunedSpace(Space):
+    """The values of a tuned key, for all arms or for the named ones."""
+
+    arms: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Tuning:
+    """The search of every arm: the same points, or as many draws, on the same seeds.
+
+    Without `trials`, the points are all combinations of the values. With `trials`, they are quasi-random draws; all
+    arms that tune a key get the same values of it.
+    """
+
+    space: dict[str, TunedSpace] = field(default_factory=dict)
+    trials: Optional[int] = option(None, min=1)
+    seeds: list[int] = field(default_factory=lambda: [50, 51])
+
+    def find_errors(self) -> Errors:
+        """Check the spaces and the seeds."""
+        if not self.space:
+            yield "space", "name at least one key with its values"
+        for key, space in self.space.items():
+            yield from ((f"space.{key}.{name}", text) for name, text in space.find_errors())
+            if self.trials is None and space.values is None:
+                yield "trials", f"required, because {key} is a range"
+            if self.trials is None and space.arms:
+                yield "trials", f"required, because only some arms tune {key}; every arm gets as many trials"
+        if len(set(self.seeds)) < 2:
+            yield "seeds", "expected two different seeds or more, to measure the noise"
+
+    def select_space(self, arm: str) -> dict[str, TunedSpace]:
+        """Return the keys that an arm tunes."""
+        return {key: space for key, space in self.space.items() if not space.arms or arm in space.arms}
+
+    def draw_points(self, arm: str) -> list[Values]:
+        """Return the values of every trial of an arm."""
+        chosen = self.select_space(arm)
+        if self.trials is None:
+            products = itertools.product(*(space.values or [] for space in chosen.values()))
+            return [dict(zip(chosen, values, strict=True)) for values in products]
+        from scipy.stats import qmc
+
+        units = qmc.Halton(len(self.space), rng=0).random(self.trials)  # a longer search begins with the same draws
+        rows = [dict(zip(self.space, row, strict=True)) for row in units]
+        return [{key: _scale(row[key], space) for key, space in chosen.items()} for row in rows]
+
+
+def _scale(unit: float, space: Space) -> Any:
+    """Map a number in [0, 1) to a value of the space, rounded to three digits."""
+    if space.values is not None:
+        return space.values[int(unit * len(space.values))]
+    low, high = space.low or 0.0, space.high or 0.0
+    if space.int:
+        return int(low + unit * (high - low + 1))
+    value = math.exp(math.log(low) + unit * math.log(high / low)) if space.log else low + unit * (high - low)
+    return float(f"{value:.3g}")
+
+
+def estimate_noise(tuned: Tuned, baseline: str) -> float:
+    """Return the largest standard deviation, over the arms, of a pair's difference between tuning seeds.
+
+    An arm's best half of points is paired with the baseline's, rank by rank, and their variances are averaged.
+    """
+    best = {arm: _select_best_half(points) for arm, points in tuned.items()}
+    deviations = []
+    for arm, scores in best.items():
+        if arm != baseline:
+            count = min(len(scores), len(best[baseline]))
+            differences = scores[:count] - best[baseline][:count]
+            deviations.append(math.sqrt(float(np.mean(np.var(differences, axis=1, ddof=1)))))
+    return max(deviations)
+
+
+def _select_best_half(points: list[tuple[Values, list[float]]]) -> np.ndarray:
+    """Return the scores [points, seeds] of the better half of the finite points, the best first."""
+    finite = sorted((scores for _, scores in points if all(map(math.isfinite, scores))), key=lambda s: math.fsum(s))
+    return np.array(finite[: -(-len(finite) // 2)])
