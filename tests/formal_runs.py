@@ -35,7 +35,7 @@ def write_run(folder: Path, model: str, task: str, *overrides: str, seed: int = 
         base.append(f"model.output_vocab_size={TASKS['even_pairs'].num_answer_symbols}")
         _configs[model, *overrides] = to_dict(compose([], [*base, *MODELS[model], *overrides]))
     config = _configs[model, *overrides]
-    sizes = {"vocab_size": TASKS[task].num_symbols + 1, "output_vocab_size": TASKS[task].num_answer_symbols}
+    sizes = {"vocab_size": TASKS[task].vocab_size, "output_vocab_size": TASKS[task].num_answer_symbols}
     model_config, data = config["model"] | sizes, config["data"] | sizes | {"task": task}
     folder.mkdir(parents=True)
     (folder / ".stackexp").touch()

@@ -9,12 +9,12 @@ import pytest
 
 from stackexp import cli
 from stackexp.config.compose import compose
-from stackexp.config.data import TASKS
 from stackexp.config.layers import find_config, get_group_folder, list_catalog, list_config_names, list_sections
 from stackexp.config.yaml_files import get_configs_folder, list_yaml_names, read_purpose
 from stackexp.planning.cost import build_meta_model
 from stackexp.sweeps.schema import expand
 from stackexp.sweeps.sweep import load_sweep
+from stackexp.tasks import CHOMSKY_TASKS
 
 CURRICULUM = {"curriculum_steps": 700, "curriculum_start": 3}  # of the formal-language baselines
 RECIPES = [name for name in list_config_names() if name.startswith("recipe/")]
@@ -148,7 +148,7 @@ def test_show_prints_the_config_and_its_cost(capsys):
     assert f"{model.flops_per_token(2048):.3e} per token" in shown
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", CHOMSKY_TASKS)
 def test_formal_recipes_share_model_sizes_and_lengths(task):
     recipe, base = build(f"formal/stacktrans/{task}")[0], build("formal/stacktrans")[0]
     assert recipe.data.task == task
@@ -189,7 +189,7 @@ def test_formal_table_has_every_task_and_model():
     sweep = load_sweep("formal_table")
     models = ["lstm", "stack_rnn", "stack_attention", "transformer", "stacktrans-depth", "stacktrans"]
     names = [entry["name"] for entry in sweep.config.list]
-    assert sorted(names) == sorted(f"{task}-{model}" for task in TASKS for model in models)
+    assert sorted(names) == sorted(f"{task}-{model}" for task in CHOMSKY_TASKS for model in models)
     assert (sweep.config.seeds, sweep.config.objective) == ([0, 1, 2], "score_41_500")
     for entry in sweep.config.list:
         task, _, model = entry["name"].partition("-")

@@ -8,7 +8,7 @@ import torch
 
 from stackexp.config.compose import compose
 from stackexp.datamodules.formal_language import STAGE_SEEDS, FormalLanguageData, compute_max_length
-from stackexp.tasks import TASKS
+from stackexp.tasks import NO_TARGET, TASKS
 
 
 def build_data(*overrides: str, seed: int = 0, rank: int = 0, world_size: int = 1, step: int = 0):
@@ -38,19 +38,22 @@ def test_a_training_batch_depends_on_seed_and_step_also_after_resume():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_tokens_are_the_string_and_one_empty_token_per_answer_symbol(task):
+    """Tasks that answer at every token have no empty tokens."""
     data = build_data(f"task={task}", "max_length=12", "validation_max_length=13", "batch_size=8")
     batch = data.sample_training_batch(3)
     tokens, targets, mask = (batch[key].numpy() for key in ("tokens", "targets", "mask"))
     rng = np.random.default_rng([0, 3])
     assert batch["length"] == rng.integers(TASKS[task].min_length, 13)
     expected = TASKS[task].sample(rng, 8, batch["length"])
-    num_symbols = expected.inputs.shape[1]
+    num_empty = 0 if TASKS[task].answers_every_token else expected.targets.shape[1]
+    num_symbols = tokens.shape[1] - num_empty
     assert (tokens[:, :num_symbols] == expected.inputs).all()
     assert (tokens[:, num_symbols:] == TASKS[task].num_symbols).all()
-    assert tokens.shape[1] - num_symbols == targets.shape[1]
     assert (targets == expected.targets).all()
     assert (mask == expected.mask).all()
-    assert tokens.max() == data.config.vocab_size - 1
+    assert (mask <= (targets != NO_TARGET)).all()
+    assert expected.inputs.max() < TASKS[task].num_symbols == data.config.vocab_size - bool(num_empty)
+    assert targets.max() < data.config.output_vocab_size
 
 
 def test_longest_fraction_adds_batches_of_maximum_length():

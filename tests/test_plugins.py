@@ -100,7 +100,7 @@ def test_broken_plugin_is_a_one_line_error(code, message):
 TASK_PLUGIN = """
 from stackexp.tasks import task
 
-@task("regular", symbols="abc", answer_symbols="xy")
+@task("letters", symbols="abc", answer_symbols="xy", max_length=9, validation_max_length=12, eval_max_length=50)
 def count_letters(rng, batch_size, length):
     '''Return the parity of the letters a.'''
     strings = rng.integers(0, 3, (batch_size, length))
@@ -112,11 +112,20 @@ def test_a_task_from_outside_has_the_rights_of_ours(monkeypatch):
     monkeypatch.setattr("stackexp.tasks.definition.TASKS", TASKS)
     path = write("x.yaml", f"defaults: [formal/transformer]\nplugins: [{write('letters.py', TASK_PLUGIN)}]\n")
     config = compose([path], ["data.task=count_letters"])
-    assert (config.model.vocab_size, config.model.output_vocab_size, config.data.context_length) == (4, 2, 41)
+    assert (config.model.vocab_size, config.model.output_vocab_size, config.data.context_length) == (4, 2, 10)
     batch = LengthSet(TASKS["count_letters"], "test", length=50, sequences=8).sample()
     assert (batch.inputs.shape, batch.targets.shape) == ((8, 50), (8, 1))
     assert "did you mean 'count_letters'?" in compose_error([path], "data.task=count_leters")
+    assert (config.data.max_length, config.data.validation_max_length, config.data.eval_max_length) == (9, 12, 50)
+    assert compose([path], ["data.task=count_letters", "data.max_length=7"]).data.context_length == 8
     del TASKS["count_letters"]
+
+
+def test_a_task_with_the_name_of_ours_is_refused():
+    write("ours.py", TASK_PLUGIN.replace("count_letters", "parity_check"))
+    error = compose_error([write("x.yaml", "defaults: [formal/transformer]\nplugins: [ours.py]\n")])
+    assert "task 'parity_check' is already registered by stackexp.tasks.regular; choose another name" in error
+    assert TASKS["parity_check"].symbols == ("a", "b")
 
 
 def test_explain_includes_the_options_of_a_plugin(capsys):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import pytest
 
-from stackexp.tasks import TASKS
+from stackexp.tasks import CHOMSKY_TASKS as TASKS
 
 OUTPUT_LENGTHS = {
     **dict.fromkeys(["reverse_string", "odds_first", "binary_multiplication", "bucket_sort"], lambda n: n),

@@ -80,7 +80,9 @@ def remove_defaults(section: Any, exclude: Collection[str]) -> Any:
 
 
 def get_default(field: dataclasses.Field) -> Any:
-    """Return a field's default value."""
+    """Return a field's default value; `usual` if the default is an interpolation."""
+    if (usual := field.metadata.get("usual")) is not None:
+        return usual
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 

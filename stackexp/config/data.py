@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Optional
 from omegaconf import OmegaConf
 
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.fields import Errors, option
+from stackexp.config.fields import Affects, Errors, option
 from stackexp.config.registry import register
 from stackexp.tasks import TASKS
 
@@ -219,18 +219,27 @@ class ArithmeticConfig:
         return self.batch_size * self.context_length
 
 
-OmegaConf.register_resolver(  # the inputs include the empty token; an unknown task is reported later
-    "task_inputs", lambda task: TASKS[task].num_symbols + 1 if task in TASKS else 1, replace=True
-)
-OmegaConf.register_resolver(
-    "task_outputs", lambda task: TASKS[task].num_answer_symbols if task in TASKS else 1, replace=True
-)
+def read_task(attribute: str, task: str) -> Any:
+    """Return an attribute of a task. An unknown task is reported later, so this returns that of reverse_string."""
+    return getattr(TASKS.get(task) or TASKS["reverse_string"], attribute)
+
+
+OmegaConf.register_resolver("task", read_task, replace=True)
+
+
+def task_length(attribute: str, usual: int, affects: Affects = "training") -> Any:
+    """Define a length whose default is an attribute of the task; `usual` is its default in trial ids and reports."""
+    field = option(f"${{task:{attribute},${{data.task}}}}", min=1, affects=affects)
+    field.metadata = {**field.metadata, "usual": usual}
+    return field
 
 
 @register("data", "formal_language", builds="stackexp.datamodules.formal_language:FormalLanguageData")
 @dataclass
 class FormalLanguageConfig:
     """Random strings of one task. A sequence is a string, then an empty token for each symbol of the answer.
+
+    Tasks with an answer at every token have no empty tokens. The lengths are those of the task unless they are set.
 
     All strings of a batch have one length: uniform from the shortest of the task to max_length, or with probability
     `longest_fraction` the longest. With a curriculum, the longest length grows from curriculum_start to max_length over
@@ -243,14 +252,14 @@ class FormalLanguageConfig:
     kind: str = "formal_language"
     task: str = option("reverse_string", choices=TASKS, changes_scores=True)
     """The formal language."""
-    vocab_size: int = "${task_inputs:${data.task}}"  # type: ignore[assignment]
-    """Number of input token ids, set by the task; the last id is the empty token."""
-    output_vocab_size: int = "${task_outputs:${data.task}}"  # type: ignore[assignment]
+    vocab_size: int = "${task:vocab_size,${data.task}}"  # type: ignore[assignment]
+    """Number of input token ids, set by the task; the last id is the empty token, if the task has one."""
+    output_vocab_size: int = "${task:num_answer_symbols,${data.task}}"  # type: ignore[assignment]
     """Number of different answer symbols, set by the task."""
 
     batch_size: int = option(128, min=1)
     """Strings per optimizer step over all devices."""
-    max_length: int = option(40, min=1)
+    max_length: int = task_length("max_length", 40)
     """Longest training string."""
     curriculum_steps: int = option(0, min=0)
     """Steps over which the longest string grows from curriculum_start to max_length."""
@@ -261,12 +270,12 @@ class FormalLanguageConfig:
     label_smoothing: float = option(0.0, min=0, below=1)
     """Probability mass that training targets spread evenly over all symbols."""
 
-    validation_max_length: int = option(60, min=1, affects="evaluation")
+    validation_max_length: int = task_length("validation_max_length", 60, affects="evaluation")
     """Validations during training test every length from max_length + 1 to this one."""
     validation_sequences: int = option(32, min=1, affects="evaluation")
     """Strings of each length in validations during training."""
 
-    eval_max_length: int = option(500, min=1, affects="evaluation")
+    eval_max_length: int = task_length("eval_max_length", 500, affects="evaluation")
     """Longest test string."""
     eval_length_stride: int = option(1, min=1, affects="evaluation")
     """Test every N-th length, starting at max_length + 1."""
@@ -278,7 +287,7 @@ class FormalLanguageConfig:
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""
         task = TASKS[self.task]
-        sizes = {"vocab_size": task.num_symbols + 1, "output_vocab_size": task.num_answer_symbols}
+        sizes = {"vocab_size": task.vocab_size, "output_vocab_size": task.num_answer_symbols}
         for name, size in sizes.items():
             if getattr(self, name) != size:
                 yield name, f"data.task {self.task} has {size}, found {getattr(self, name)}; remove this option"
@@ -313,14 +322,14 @@ class FormalLanguageConfig:
     @property
     def context_length(self) -> int:
         """Return the tokens in the longest training sequence, including empty tokens."""
-        return self.max_length + TASKS[self.task].output_length(self.max_length)
+        return TASKS[self.task].count_tokens(self.max_length)
 
     @property
     def global_batch_tokens(self) -> int:
         """Return the mean tokens per optimizer step after the curriculum."""
         task = TASKS[self.task]
         lengths = range(task.min_length, self.max_length + 1)
-        uniform = sum(n + task.output_length(n) for n in lengths) / len(lengths)
+        uniform = sum(map(task.count_tokens, lengths)) / len(lengths)
         return round(self.batch_size * (uniform + self.longest_fraction * (self.context_length - uniform)))
 
 

@@ -52,10 +52,11 @@ class LengthSet:
 class FormalLanguageData(ExperimentData):
     """Batches of strings of one length L with answers of O symbols.
 
-    Every batch has tokens int64 [B, L + O] (the symbols, then O empty tokens), targets int64 [B, O] and mask bool
-    [B, O], True for the symbols that accuracy counts. Training batches also have `length`, `max_length` (the
-    curriculum's maximum at this step) and `counted` (the counted symbols per rank, a mean over ranks). Evaluation
-    batches also have index int64 [B], the numbers of the strings (-1: padding).
+    Every batch has tokens int64 [B, L + O] (the symbols, then O empty tokens; [B, O] for tasks that answer at every
+    token), targets int64 [B, O] and mask bool [B, O], True for the symbols that accuracy counts. Training
+    batches also have `length`, `max_length` (the curriculum's maximum at this step) and `counted` (the counted symbols
+    per rank, a mean over ranks). Evaluation batches also have index int64 [B], the numbers of the strings (-1:
+    padding).
     """
 
     def __init__(self, config: FormalLanguageConfig, seed: int = 0):
@@ -115,10 +116,15 @@ def compute_max_length(config: FormalLanguageConfig, step: int) -> int:
 
 
 def build_batch(strings: TaskBatch, task: Task) -> dict[str, torch.Tensor]:
-    """Return tokens [B, L + O] (the symbols, then O empty tokens), targets [B, O] and mask [B, O]."""
-    empty = np.full(strings.targets.shape, task.num_symbols)
+    """Return tokens [B, L + O] (the symbols, then O empty tokens), targets [B, O] and mask [B, O].
+
+    A task that answers at every token has tokens [B, O], without empty tokens.
+    """
+    tokens = strings.inputs
+    if not task.answers_every_token:
+        tokens = np.concatenate([tokens, np.full(strings.targets.shape, task.num_symbols)], 1)
     return {
-        "tokens": torch.from_numpy(np.concatenate([strings.inputs, empty], 1)),
+        "tokens": torch.from_numpy(np.ascontiguousarray(tokens)),
         "targets": torch.from_numpy(np.ascontiguousarray(strings.targets)),
         "mask": torch.from_numpy(np.ascontiguousarray(strings.mask)),
     }

@@ -12,17 +12,21 @@ from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS
 from stackexp.models.cross_entropy import compute_losses
 from stackexp.modules.base import Batch, TrainingModule
 from stackexp.modules.metrics import SequenceScores
+from stackexp.tasks import NO_TARGET, TASKS
 
 
 class Transduction(TrainingModule):
     """Sequence transduction: L = mean cross entropy over answer symbols + lambda x mean action entropy.
 
-    The logits of the last O positions, those of the empty tokens, are the answer (Deletang et al. 2023). Accuracy is
-    the share of correct symbols among those that the mask counts. `trainer.z_loss` adds z_loss x mean squared
-    log-partition function. `data.label_smoothing` applies to the objective, not to the logged loss. Evaluation sets
-    are lengths: `set_metrics` is {length_041: {accuracy, loss, sequences}, ...}.
+    The logits of the last O positions, those of the empty tokens, are the answer (Deletang et al. 2023). A task that
+    answers at every token has O = L and no empty tokens. Targets NO_TARGET do not count. Accuracy is the share of
+    correct symbols among those that the mask counts; with `Task.rivals`, only their logits are compared.
 
-    A batch has tokens int64 [B, L + O], targets int64 [B, O] and mask bool [B, O]; see `datamodules.formal_language`.
+    `trainer.z_loss` adds z_loss x mean squared log-partition function. `data.label_smoothing` applies to the objective,
+    not to the logged loss. Evaluation sets are lengths: `set_metrics` is {length_041: {accuracy, loss, ...}, ...}.
+
+    A batch has tokens int64 [B, L + O] or [B, O], targets int64 [B, O] and mask bool [B, O]; see
+    `datamodules.formal_language`.
     """
 
     sample_name = "lengths"
@@ -51,7 +55,7 @@ class Transduction(TrainingModule):
         output = self.model(batch["tokens"], probe=self.probe)
         logits = output.logits[:, -targets.shape[1] :]
         losses = compute_losses(logits, targets, self.config.trainer.z_loss, self.config.data.label_smoothing)
-        is_correct = (logits.argmax(-1) == targets) & batch["mask"]
+        is_correct = (self._predict(logits) == targets) & batch["mask"]
         loss = self.compute_objective(losses, output, torch.tensor([batch["length"]]))
         self.step_metrics.add("train/accuracy", is_correct.sum() / batch["counted"])
         self.step_metrics.add("train/max_length", float(batch["max_length"]))
@@ -63,8 +67,19 @@ class Transduction(TrainingModule):
 
     def update_set_metric(self, metric: SequenceScores, batch: Batch) -> None:
         """Score one batch of strings of one length."""
-        losses, is_right = score_answers(self.model, batch)
+        logits, losses = compute_answer_losses(self.model, batch)
+        targets = batch["targets"]
+        losses *= targets.shape[1] / (targets != NO_TARGET).sum(1, keepdim=True)  # the mean over all is that of answers
+        is_right = self._predict(logits) == targets
         metric.update(batch["index"], losses, is_right & batch["mask"], batch["mask"])
+
+    def _predict(self, logits: Tensor) -> Tensor:
+        """Return the predicted output ids [B, O] for logits [B, O, V]."""
+        rivals = TASKS[self.config.data.task].rivals
+        if rivals is None:
+            return logits.argmax(-1)
+        ids = torch.tensor(rivals, device=logits.device)
+        return ids[logits[..., ids].argmax(-1)]
 
     def validation_tags(self) -> dict[str, float]:
         """Return the means over lengths and the accuracy at each length."""
@@ -108,8 +123,8 @@ class Arithmetic(TrainingModule):
 
     def update_set_metric(self, metric: SequenceScores, batch: Batch) -> None:
         """Score one batch of problems."""
-        losses, is_right = score_answers(self.model, batch)
-        is_right = is_right.all(1, keepdim=True)
+        logits, losses = compute_answer_losses(self.model, batch)
+        is_right = (logits.argmax(-1) == batch["targets"]).all(1, keepdim=True)
         metric.update(batch["index"], losses, is_right, torch.ones_like(is_right))
 
     def validation_tags(self) -> dict[str, float]:
@@ -118,9 +133,9 @@ class Arithmetic(TrainingModule):
         return {AVERAGE_ACCURACY: scores["accuracy"], AVERAGE_LOSS: scores["loss"]}
 
 
-def score_answers(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the loss of each answer symbol in nats, and True for those predicted right, both [B, O]."""
+def compute_answer_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the logits of the answer [B, O, V] and the loss of each symbol in nats [B, O], 0 without a target."""
     targets = batch["targets"]
     logits = model(batch["tokens"]).logits[:, -targets.shape[1] :].float()
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-    return losses, logits.argmax(-1) == targets
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=NO_TARGET)
+    return logits, losses.view_as(targets)

@@ -16,7 +16,6 @@ from stackexp.config.compose import compose
 from stackexp.errors import ConfigError
 from stackexp.evaluation.accuracy import Lengths
 from stackexp.reports.formal_runs import (
-    CLASSES,
     COLUMNS,
     DEPTH,
     Cell,
@@ -29,7 +28,6 @@ from stackexp.reports.formal_runs import (
 from stackexp.reports.report import Report, Table, new_figure, save_figure
 from stackexp.sweeps.schema import format_value
 from stackexp.tables import ABSENT
-from stackexp.tasks import TASKS
 
 BELOW, COARSE, UNFINISHED = "↓", "†", "‡"
 TITLE = (
@@ -78,7 +76,7 @@ def build_formal(paths: Sequence[Path], lengths: Lengths = (41, 500), curves: Pa
         Table(title, ["task", *columns], _build_rows(results, len(columns))),
         Table("Recipes", recipe_header, _build_recipe_rows(results), num_labels=len(recipe_header)),
     ]
-    legend = LEGEND.format(thoroughness=_format_thoroughness(results.finest), absent=ABSENT)
+    legend = LEGEND.format(thoroughness=_format_thoroughness(next(iter(results.finest.values()))), absent=ABSENT)
     notes = [legend, *_describe_marks(results), *_describe_unused_runs(results), *results.skipped]
     if any(cell.unfinished or not cell.runs for cell in results.cells.values()):
         notes.append(FULL_TABLE)
@@ -91,7 +89,7 @@ def build_formal(paths: Sequence[Path], lengths: Lengths = (41, 500), curves: Pa
 def _build_rows(results: Results, num_columns: int) -> list[list[str]]:
     """Return the rows in Markdown: the name of each class, then its tasks. Both StackTrans share the paper's score."""
     rows = []
-    for name, tasks in CLASSES.items():
+    for name, tasks in results.families.items():
         rows.append([f"*{name}*", *[""] * num_columns])
         for task in tasks:
             row = [task]
@@ -118,16 +116,16 @@ def _format_thoroughness(evaluation: Evaluation) -> str:
     return f"{lengths}, {evaluation.sequences} strings each"
 
 
-def _format_cells(keys: Iterable[CellKey]) -> str:
+def _format_cells(results: Results, keys: Iterable[CellKey]) -> str:
     """Return cells as `LSTM: even_pairs, parity_check; StackRNN: all tasks`."""
     columns: dict[str, list[str]] = defaultdict(list)
     for task, column in keys:
         columns[column].append(task)
-    return "; ".join(f"{column}: {_format_tasks(tasks)}" for column, tasks in columns.items())
+    return "; ".join(f"{column}: {_format_tasks(results, tasks)}" for column, tasks in columns.items())
 
 
-def _format_tasks(tasks: list[str]) -> str:
-    return "all tasks" if set(tasks) == set(TASKS) else ", ".join(tasks)
+def _format_tasks(results: Results, tasks: list[str]) -> str:
+    return "all tasks" if set(tasks) == set(results.tasks) else ", ".join(tasks)
 
 
 # Recipes
@@ -137,14 +135,14 @@ def _build_recipe_rows(results: Results) -> list[list[str]]:
     """Return model, tasks, steps and name of each recipe of the table."""
     groups: dict[tuple[str, str], dict[str, Cell]] = defaultdict(dict)
     for column in COLUMNS:
-        for task in TASKS:
+        for task in results.tasks:
             if (cell := results.cells[task, column]).runs:
                 groups[column, name_recipe(cell.runs[0])][task] = cell
     rows = []
     for (column, recipe), cells in groups.items():
         steps = {run.row["step"] for cell in cells.values() for run in cell.runs}
         shown = " to ".join(f"{step:,}" for step in dict.fromkeys([min(steps), max(steps)]))
-        rows.append([column, _format_tasks(list(cells)), shown, f"`{recipe}`"])
+        rows.append([column, _format_tasks(results, list(cells)), shown, f"`{recipe}`"])
     return rows
 
 
@@ -203,11 +201,18 @@ def _describe_marks(results: Results) -> list[str]:
     for key, cell in results.cells.items():
         for thoroughness in dict.fromkeys(map(_format_thoroughness, results.find_coarse(cell))):
             coarse[thoroughness].append(key)
-    notes = [f"{COARSE} tested less than others: {how} ({_format_cells(keys)})" for how, keys in sorted(coarse.items())]
-    first, items = results.lengths[0], results.cells.items()
-    trained = [key for key, cell in items if any(run.row["data.max_length"] >= first for run in cell.runs)]
+    notes = [
+        f"{COARSE} tested less than others: {how} ({_format_cells(results, keys)})"
+        for how, keys in sorted(coarse.items())
+    ]
+    first = results.lengths[0]
+    trained = [
+        key
+        for key, cell in results.cells.items()
+        if any(run.row["data.max_length"] >= cell.lengths[0] for run in cell.runs)
+    ]
     if trained:
-        notes.append(f"trained on lengths that the score includes, {first} and more: {_format_cells(trained)}")
+        notes.append(f"trained on lengths that the score includes, {first} and more: {_format_cells(results, trained)}")
     unfinished = [run for cell in results.cells.values() for run in cell.unfinished]
     if unfinished:
         runs = "; ".join(f"{run.row['path']} ({_describe_state(run)})" for run in unfinished)
@@ -228,12 +233,13 @@ def _build_records(results: Results) -> list[dict[str, Any]]:
     """Return scores and row of each run found, also without scores; `in_table` is True if it counts in a cell."""
     records = []
     cells = list(results.cells)
+    families = {task: family for family, tasks in results.families.items() for task in tasks}
     keys = [(run.row["data.task"], run.column) for run in results.runs]
     for (task, column), run in sorted(
         zip(keys, results.runs, strict=True), key=lambda item: (cells.index(item[0]), item[1].row["seed"])
     ):
         cell, tested = results.cells[task, column], run.evaluation
-        record: dict[str, Any] = {"task": task, "class": TASKS[task].chomsky_class, "model": column}
+        record: dict[str, Any] = {"task": task, "class": families[task], "model": column}
         record |= {f"score_{a}_{b}": run.compute_score((a, b)) for a, b in dict.fromkeys((*RANGES, results.lengths))}
         record |= {"paper": cell.paper, "in_table": run in cell.runs, "recipe": name_recipe(run)}
         record["sequences_per_length"] = tested and tested.sequences
@@ -251,17 +257,18 @@ def draw_bars(results: Results) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    figure: Any = Figure(figsize=(11, 6.4), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1), hspace=0.04)
-    panels = [*top.subplots(1, 2, sharey=True), bottom.subplots()]
+    num_rows = len(results.families) - 1  # the first two families share a row
+    figure: Any = Figure(figsize=(11, 3.2 * num_rows), layout="constrained")
+    top, *others = figure.subfigures(num_rows, 1, hspace=0.04)
+    panels = [*top.subplots(1, 2, sharey=True), *(other.subplots() for other in others)]
     handles: dict[str, Any] = {}
-    for axes, (name, tasks) in zip(panels, CLASSES.items(), strict=True):
+    for axes, (name, tasks) in zip(panels, results.families.items(), strict=True):
         for i, task in enumerate(tasks):
             for j, column in enumerate(COLUMNS):
                 if (cell := results.cells[task, column]).scores:
                     x = i + (j - (len(COLUMNS) - 1) / 2) * BAR_WIDTH
                     handles.setdefault(column, _draw_bar(axes, cell, x, column))
-            axes.hlines(_guess_accuracy(task), i - 0.46, i + 0.46, color="black", linestyle=":", linewidth=0.9)
+            axes.hlines(results.guess_accuracy(task), i - 0.46, i + 0.46, color="black", linestyle=":", linewidth=0.9)
         labels = [task.replace("_", "\n", 1).replace("_", " ") for task in tasks]
         axes.set_xticks(range(len(tasks)), labels, fontsize=8.5)
         axes.set(xlim=(-0.5, len(tasks) - 0.5), ylim=(0, 1.04))
@@ -271,7 +278,7 @@ def draw_bars(results: Results) -> Any:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_title(name.capitalize(), fontsize=10)
     first, last = results.lengths
-    for axes in (panels[0], panels[2]):
+    for axes in (panels[0], *panels[2:]):
         axes.set_ylabel(f"Accuracy on lengths {first} to {last}")
     handles = {column: handles[column] for column in COLUMNS if column in handles}
     handles["median over seeds"] = Line2D([], [], marker=".", linestyle="", color="black")
@@ -295,8 +302,8 @@ def draw_curves(results: Results) -> Any:
     """Draw accuracy against length for each task with runs: median over seeds, and the range of the seeds."""
     from matplotlib.lines import Line2D
 
-    tasks = [task for task in TASKS if any(results.cells[task, column].runs for column in COLUMNS)]
-    width = 5 if len(tasks) == len(TASKS) else min(4, len(tasks))
+    tasks = [task for task in results.tasks if any(results.cells[task, column].runs for column in COLUMNS)]
+    width = 5 if len(tasks) == len(results.tasks) else min(4, len(tasks))
     height = -(-len(tasks) // width)
     size = max(2.7 * width, 6.5), 2.1 * height + 1.1
     figure, _ = new_figure(*size, height, width, sharex=True, sharey=True)
@@ -327,15 +334,11 @@ def _draw_task(results: Results, axes: Any, task: str) -> None:
             axes.fill_between(lengths, low, high, color=COLORS[column], alpha=0.2, linewidth=0)
             axes.plot(lengths, median, color=COLORS[column], linewidth=1.3, zorder=3 if column == "StackTrans" else 2)
             max_length = max(max_length, *(run.row["data.max_length"] for run in cell.runs))
-    axes.axhline(_guess_accuracy(task), color="black", linestyle=":", linewidth=0.9)
+    axes.axhline(results.guess_accuracy(task), color="black", linestyle=":", linewidth=0.9)
     axes.axvspan(0, max_length, color="black", alpha=0.07, linewidth=0)
     axes.set_title(task, fontsize=9)
     axes.set(ylim=(0, 1.04), xlim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _guess_accuracy(task: str) -> float:
-    return 1 / TASKS[task].num_answer_symbols
 
 
 def build_curve(cell: Cell) -> tuple[list[int], list[float], list[float], list[float]]:

@@ -5,7 +5,7 @@ import math
 import shlex
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +14,14 @@ from typing import Any
 from stackexp.config.affects import FlatConfig, changes_scores, get_effect, is_default
 from stackexp.config.data import get_model_label
 from stackexp.config.layers import split_overrides
-from stackexp.errors import RunError
+from stackexp.config.registry import import_plugin
+from stackexp.config.yaml_files import Leaf
+from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.accuracy import Lengths, average_accuracy, parse_accuracy
 from stackexp.files import read_json
 from stackexp.frame import Row, find_runs, get_options, list_rows, list_tests, load_runs
 from stackexp.runs import RunFolder
-from stackexp.tasks import TASKS
+from stackexp.tasks import CHOMSKY_TASKS, TASKS
 
 # The paper's table
 
@@ -37,11 +39,6 @@ COLUMNS = {
 
 The shipped config of a column is `formal/<label>`. StackTrans has one for each task in a folder of that name.
 """
-
-CLASSES: dict[str, list[str]] = {}
-"""Class in the Chomsky hierarchy (Deletang et al. 2023, table 1) -> its tasks, in the order of the table."""
-for _task in TASKS.values():
-    CLASSES.setdefault(_task.chomsky_class, []).append(_task.name)
 
 TABLE_1: dict[str, tuple[float | None, ...]] = {
     "even_pairs": (1.00, 1.00, None, 0.49, 1.00),
@@ -61,6 +58,7 @@ TABLE_1: dict[str, tuple[float | None, ...]] = {
 
 It has two decimals, lacks modular_arithmetic, solve_equation and duplicate_string, and has StackAttn on three tasks.
 """
+NOT_LOADED = "tasks of plugins that are not loaded"
 ENOUGH_SEEDS = 3
 """Recipes with this many seeds are compared by their median."""
 
@@ -183,13 +181,14 @@ def _is_same_run(test: Mapping[str, Any], row: Row) -> bool:
 
 @dataclass(frozen=True)
 class Cell:
-    """The scored runs of one recipe, one for each seed, their scores, and the paper's score.
+    """The scored runs of one recipe, one for each seed, their scores over `lengths`, and the paper's score.
 
     `unfinished` are runs of the recipe that are unfinished or not tested over the lengths, `duplicates` repeat a seed,
     and `other_recipes` were not chosen.
     """
 
     paper: float | None
+    lengths: Lengths
     recipe: FlatConfig = field(default_factory=dict)
     runs: list[FormalRun] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -210,23 +209,46 @@ class Cell:
 
 @dataclass(frozen=True)
 class Results:
-    """The cells by (task, column), all runs that were found, and notes about skipped folders and files."""
+    """The cells by (task, column), all runs that were found, and notes about skipped folders and files.
+
+    `families` are the rows of the table: family -> its tasks, those of Table 1 first, then all others with runs.
+    """
 
     lengths: Lengths
     runs: list[FormalRun]
     cells: dict[tuple[str, str], Cell]
+    families: dict[str, list[str]]
     skipped: list[str]
 
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks of the table in its order."""
+        return [task for tasks in self.families.values() for task in tasks]
+
     @cached_property
-    def finest(self) -> Evaluation:
-        """The most thorough evaluation in the table."""
-        evaluations = [evaluation for cell in self.cells.values() for evaluation in cell.evaluations]
-        return max(evaluations, key=lambda evaluation: evaluation.count_strings(self.lengths))
+    def finest(self) -> dict[Lengths, Evaluation]:
+        """The most thorough evaluation in the table for each range of lengths; that of `lengths` first, if any."""
+        evaluations: dict[Lengths, list[Evaluation]] = {self.lengths: []}
+        for cell in self.cells.values():
+            evaluations.setdefault(cell.lengths, []).extend(cell.evaluations)
+        return {
+            lengths: max(found, key=lambda evaluation: evaluation.count_strings(lengths))
+            for lengths, found in evaluations.items()
+            if found
+        }
 
     def find_coarse(self, cell: Cell) -> list[Evaluation]:
-        """Return the evaluations of a cell that are less thorough than others in the table."""
-        most = self.finest.count_strings(self.lengths)
-        return [evaluation for evaluation in cell.evaluations if evaluation.count_strings(self.lengths) < most]
+        """Return the evaluations of a cell that are less thorough than others of the same lengths in the table."""
+        if cell.lengths not in self.finest:
+            return []
+        most = self.finest[cell.lengths].count_strings(cell.lengths)
+        return [evaluation for evaluation in cell.evaluations if evaluation.count_strings(cell.lengths) < most]
+
+    def guess_accuracy(self, task: str) -> float:
+        """Return the accuracy of a uniform guess."""
+        if task in TASKS:
+            return 1 / len(TASKS[task].rivals or TASKS[task].answer_symbols)
+        return 1 / next(run.row["data.output_vocab_size"] for run in self.runs if run.row["data.task"] == task)
 
 
 def collect_results(paths: Sequence[Path | str], lengths: Lengths) -> Results:
@@ -239,32 +261,67 @@ def collect_results(paths: Sequence[Path | str], lengths: Lengths) -> Results:
             raise RunError(f"{path}: no run folder in it or below; give runs/<name>/<id>, or a folder of run folders")
     runs = []
     groups: dict[tuple[str, str], list[FormalRun]] = defaultdict(list)
+    ranges: dict[str, Lengths] = {}
     skipped: dict[str, list[str]] = defaultdict(list)
     columns = {label: column for column, label in COLUMNS.items()}
     for row in list_rows(load_runs(paths)):
         if row["state"] == "damaged":
-            skipped[row["problem"]].append(row["path"])
+            skipped[f"skipped, {row['problem']}"].append(row["path"])
         elif row.get("data.kind") != "formal_language" or not isinstance(row.get("data.task"), str):
-            skipped["not a formal language"].append(row["path"])
+            skipped["skipped, not a formal language"].append(row["path"])
         elif column := columns.get(get_model_label(row)):
             evaluations, unused = _read_tests(row)
+            if problem := _load_task(row):
+                skipped[problem].append(row["path"])
             recipe = select_recipe(get_options(row))
-            runs.append(FormalRun(column, row, recipe, evaluations, find_evaluation(evaluations, lengths)))
+            tested = find_evaluation(evaluations, ranges.setdefault(row["data.task"], _choose_lengths(row, lengths)))
+            runs.append(FormalRun(column, row, recipe, evaluations, tested))
             groups[row["data.task"], column].append(runs[-1])
             if unused:
-                skipped["test of another checkpoint, or with overrides that change more than the test"] += unused
+                skipped["skipped, test of another checkpoint, or with overrides that change more than the test"] += (
+                    unused
+                )
         else:
-            skipped["the table has no column for this model"].append(row["path"])
-    notes = [f"skipped, {reason}: {_join_paths(found)}" for reason, found in skipped.items()]
-    keys = [(task, column) for task in TASKS for column in COLUMNS]
-    cells = {key: _build_cell(*key, lengths, groups[key]) for key in keys}
+            skipped["skipped, the table has no column for this model"].append(row["path"])
+    notes = [f"{reason}: {_join_paths(found)}" for reason, found in skipped.items()]
+    families = _sort_into_families(ranges)
+    keys = [(task, column) for tasks in families.values() for task in tasks for column in COLUMNS]
+    cells = {key: _build_cell(*key, ranges.get(key[0], lengths), groups[key]) for key in keys}
     if not any(cell.scores for cell in cells.values()):
         unscored = f"{len(runs)} runs are unfinished or not tested over {lengths[0]}..{lengths[1]}"
         raise RunError(
             f"{_join_paths(paths)}: no finished run on a formal language ({'; '.join([unscored, *notes])}); finish or "
             "test one"
         )
-    return Results(lengths, runs, cells, notes)
+    return Results(lengths, runs, cells, families, notes)
+
+
+def _choose_lengths(row: Row, lengths: Lengths) -> Lengths:
+    """Return the lengths that a task is scored over: those of the table, or all tested ones for tasks of its own."""
+    own = row["data.max_length"] + 1, row["data.eval_max_length"]
+    usual = row["data.task"] in CHOMSKY_TASKS or own[0] <= lengths[0] <= lengths[1] <= own[1]
+    return lengths if usual else own
+
+
+def _load_task(row: Row) -> str:
+    """Import the plugins of a run if they may have its task, under the rules of trust. Return the problem, or ""."""
+    for name in row.get("plugins") or []:
+        if row["data.task"] not in TASKS:
+            try:
+                import_plugin(Leaf(name, f"{row['path']}/config.yaml"), Path(row["path"]))
+            except ConfigError as error:
+                return f"plugin not loaded ({error})"
+    return ""
+
+
+def _sort_into_families(tasks: Iterable[str]) -> dict[str, list[str]]:
+    """Return {family: tasks}: the tasks of Table 1, then these tasks in the order of TASKS, unknown ones last."""
+    found, families = set(tasks), defaultdict[str, list[str]](list)
+    for name in [*CHOMSKY_TASKS, *(name for name in TASKS if name in found - CHOMSKY_TASKS.keys())]:
+        families[TASKS[name].family].append(name)
+    if unknown := sorted(found - TASKS.keys()):
+        families[NOT_LOADED] += unknown
+    return dict(families)
 
 
 def _build_cell(task: str, column: str, lengths: Lengths, found: list[FormalRun]) -> Cell:
@@ -279,7 +336,7 @@ def _build_cell(task: str, column: str, lengths: Lengths, found: list[FormalRun]
         recipes[json.dumps(run.recipe, sort_keys=True, default=str)].append(run)
     paper = get_printed_score(task, column)
     if not recipes:
-        return Cell(paper)
+        return Cell(paper, lengths)
     chosen, *others = (recipes[name] for name in sorted(recipes, key=lambda name: (*_rank(recipes[name]), name)))
 
     def count_strings(run: FormalRun) -> int:
@@ -294,6 +351,7 @@ def _build_cell(task: str, column: str, lengths: Lengths, found: list[FormalRun]
     pending = [run for run in chosen if not run.evaluation and run.row["seed"] not in by_seed]
     return Cell(
         paper,
+        lengths,
         chosen[0].recipe,
         runs,
         scores=[score for run in runs if (score := run.compute_score(lengths)) is not None],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # composing a config must not import numpy
     import numpy as np
@@ -12,14 +12,14 @@ if TYPE_CHECKING:  # composing a config must not import numpy
     Drawn = tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]
     Generator = Callable[[np.random.Generator, int, int], Drawn]
 
-ChomskyClass = Literal["regular", "deterministic context-free", "context-sensitive"]
+NO_TARGET = -100  # target of a position without an answer: it counts neither in the loss nor in the accuracy
 
 
 class TaskBatch(NamedTuple):
     """Strings of one length L with their answers of length O."""
 
     inputs: np.ndarray  # int64 [B, L]
-    targets: np.ndarray  # int64 [B, O]
+    targets: np.ndarray  # int64 [B, O], NO_TARGET at positions without an answer
     mask: np.ndarray  # bool [B, O], True where accuracy counts the answer symbol
 
 
@@ -28,16 +28,23 @@ class Task:
     """A generator of random strings with exact answers.
 
     A model reads the string followed by one empty token for each answer symbol. The empty token has id `num_symbols`.
+    If the task answers at every token, there are no empty tokens: the model outputs an answer after each symbol.
     """
 
     name: str
-    chomsky_class: ChomskyClass
+    family: str  # the heading of the task in reports: its Chomsky class, or its benchmark
     generate: Generator
     symbols: tuple[str, ...]  # the name of each input id
     answer_symbols: tuple[str, ...]  # the name of each output id
     output_length: Callable[[int], int]  # from string length to answer length
+    answers_every_token: bool
     min_length: int
     required_slots: Callable[[int], int | None]  # stack slots that a string needs; None if they do not grow with it
+    max_length: int  # default of data.max_length, the longest training string
+    validation_max_length: int  # default of data.validation_max_length
+    eval_max_length: int  # default of data.eval_max_length
+    rivals: tuple[int, ...] | None  # output ids that accuracy compares; None compares all
+    entropy: Callable[[int], float] | None  # lowest possible loss at a string length, in nats per answer symbol
 
     @property
     def num_symbols(self) -> int:
@@ -45,9 +52,18 @@ class Task:
         return len(self.symbols)
 
     @property
+    def vocab_size(self) -> int:
+        """The number of input ids: the symbols, and the empty token if the task has one."""
+        return self.num_symbols + (not self.answers_every_token)
+
+    @property
     def num_answer_symbols(self) -> int:
         """The number of output symbols."""
         return len(self.answer_symbols)
+
+    def count_tokens(self, length: int) -> int:
+        """Return the tokens of a string of this length, including empty tokens."""
+        return self.output_length(length) + (0 if self.answers_every_token else length)
 
     def sample(self, rng: np.random.Generator, batch_size: int, length: int) -> TaskBatch:
         """Draw a batch. The generator state alone determines the strings.
@@ -58,43 +74,62 @@ class Task:
 
         if length < self.min_length:
             raise ValueError(f"task {self.name}: length {length} is too short; use at least {self.min_length}")
-        inputs, targets, *end = self.generate(rng, batch_size, length)
-        mask = np.ones(targets.shape, bool)
-        if end:
-            mask = np.arange(targets.shape[1]) <= end[0][:, None]
+        inputs, targets, *counted = self.generate(rng, batch_size, length)
+        mask = targets != NO_TARGET
+        if counted:
+            mask &= counted[0] if counted[0].ndim == 2 else np.arange(targets.shape[1]) <= counted[0][:, None]
         return TaskBatch(inputs, targets, mask)
 
 
 TASKS: dict[str, Task] = {}
-"""All tasks by name: from regular to context-sensitive, and in the order of the StackTrans paper within a class."""
+"""All tasks by name: those of Deletang et al. first, from regular to context-sensitive, then the other families."""
 
 
-def task(
-    chomsky_class: ChomskyClass,
+def task(  # noqa: PLR0913 (keyword arguments with defaults)
+    family: str,
     *,
     symbols: Sequence[str],
     answer_symbols: Sequence[str],
-    output_length: Callable[[int], int] = lambda length: 1,
+    name: str | None = None,
+    output_length: Callable[[int], int] | None = None,
+    answers_every_token: bool = False,
     min_length: int = 1,
     required_slots: Callable[[int], int | None] = lambda length: None,
+    max_length: int = 40,
+    validation_max_length: int = 60,
+    eval_max_length: int = 500,
+    rivals: Sequence[int] | None = None,
+    entropy: Callable[[int], float] | None = None,
 ) -> Callable[[Generator], Generator]:
-    """Register the decorated generator as the task of its name.
+    """Register the decorated generator as the task `name`, by default its own name.
 
     The generator takes a numpy random generator, the batch size and the length. It returns strings [B, L], answers
-    [B, O] and, for answers of variable length, the position of each answer's last symbol [B].
+    [B, O] and optionally what accuracy counts: the position of each answer's last symbol [B], or a mask [B, O]. O is
+    1 by default, and L if the task answers at every token.
+
+    Raises ValueError if another module has registered a task of this name.
     """
 
     def register(generate: Generator) -> Generator:
-        name = generate.__name__
-        TASKS[name] = Task(
-            name,
-            chomsky_class,
+        key = name or generate.__name__
+        known = TASKS.get(key)
+        if known and known.generate.__module__ != generate.__module__:
+            raise ValueError(f"task {key!r} is already registered by {known.generate.__module__}; choose another name")
+        TASKS[key] = Task(
+            key,
+            family,
             generate,
             tuple(symbols),
             tuple(answer_symbols),
-            output_length=output_length,
+            output_length=output_length or (lambda length: length if answers_every_token else 1),
+            answers_every_token=answers_every_token,
             min_length=min_length,
             required_slots=required_slots,
+            max_length=max_length,
+            validation_max_length=validation_max_length,
+            eval_max_length=eval_max_length,
+            rivals=None if rivals is None else tuple(rivals),
+            entropy=entropy,
         )
         return generate
 
