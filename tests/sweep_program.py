@@ -1,9 +1,9 @@
 """The program with fake trials: `python sweep_program.py sweep run ...`.
 
 A fake trial holds its folder, saves when stopped and resumes, like fit, but is fast. `behavior.json` in the root of the
-sweeps maps the start of a trial's name to the seconds it takes (for 10 steps), its validation loss, and what its first
-attempts do instead: "error" (with the text `error`), "kill" or "save". A trial with "wait" waits after two steps for
-the file `go` in the root. Each attempt that holds the folder adds a line to `attempts`.
+sweeps maps the start of a trial's name to the seconds it takes (for 10 steps), its validation loss, speed and host, and
+what its first attempts do instead: "error" (with the text `error`), "kill" or "save". A trial with "wait" waits after
+two steps for the file `go` in the root. Each attempt that holds the folder adds a line to `attempts`.
 """
 
 import fcntl
@@ -37,6 +37,7 @@ def run_trial(folder: Path) -> int:
         names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID")
         file.write(f"{os.getpid()} {' '.join(os.environ.get(name, '-') for name in names)}\n")
     attempt = len((folder / "attempts").read_text().splitlines())
+    (folder / "environment.json").write_text(json.dumps([{"host": behavior.get("host", "a"), "gpus": ["card"]}]))
     metrics = folder / "metrics.jsonl"
     done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
     print(f"from step {done}", flush=True)
@@ -44,7 +45,10 @@ def run_trial(folder: Path) -> int:
     for step in range(done + 1, STEPS + 1):
         time.sleep(behavior.get("seconds", 0.1) / STEPS)
         line = {"step": step, "tokens": step, "time": time.time(), "train/loss": 5 - step / 10}
-        line |= {"val/loss/average": behavior.get("loss", 4.0), "train/tokens_per_second": 2560.0}
+        line |= {
+            "val/loss/average": behavior.get("loss", 4.0),
+            "train/tokens_per_second": behavior.get("speed", 2560.0),
+        }
         with open(metrics, "a") as file:
             file.write(json.dumps(line) + "\n")
         while step == 2 and behavior.get("wait") and not stopped and not (folder.parent.parent / "go").exists():

@@ -1,6 +1,7 @@
 """Recordings of stacks and interventions on them."""
 
 import json
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -9,7 +10,12 @@ import torch
 from browser import CHROMIUM, Browser, poll
 from stack_memories import decoder_config
 
-from stackexp.config.memory import ResidualStackConfig
+from stackexp.config.memory import (
+    AttentionResidualConfig,
+    HyperConnectionsConfig,
+    ResidualStackConfig,
+    ValueSkipConfig,
+)
 from stackexp.errors import ConfigError, RunError
 from stackexp.inspection.inspect import StackMeans, average_values, draw_maps, format_means, format_page
 from stackexp.inspection.interventions import (
@@ -21,6 +27,7 @@ from stackexp.inspection.interventions import (
     intervene,
     list_interventions,
     measure_interventions,
+    measure_summary,
 )
 from stackexp.models.memories.base import Memory
 from stackexp.models.memories.residual_stack import ResidualStackOutput
@@ -217,6 +224,24 @@ def test_dropped_reads_equal_a_memory_without_output():
     assert first == pytest.approx(compute_changed(lambda s: s.up.zero_() if s.layer == 0 else None), abs=1e-12)
     head = get_change(model, find(model, "read of layer 1, head 1 dropped"))
     assert head == pytest.approx(compute_changed(lambda s: s.up[:, 3:].zero_() if s.layer == 1 else None), abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", [AttentionResidualConfig, ValueSkipConfig, HyperConnectionsConfig])
+def test_a_memory_with_its_output_dropped_is_the_plain_transformer(kind):
+    """The backbone is drawn first, so the seed gives the same with and without a memory."""
+    torch.manual_seed(0)
+    plain = Transformer(replace(build_model().config, memory=None)).double()
+    torch.manual_seed(0)
+    model = Transformer(replace(build_model().config, memory=kind())).double()
+    with torch.no_grad():
+        for memory in model.memories:
+            for parameter in memory.parameters():
+                parameter.normal_()
+    change = measure_summary(model, BATCHES)
+    losses, counts = compute_losses(model, BATCHES)
+    dropped, _ = compute_losses(plain, BATCHES)
+    assert change == {"dropped output": pytest.approx((dropped - losses).sum() / counts.sum(), abs=1e-12)}
+    assert abs(change["dropped output"]) > 1e-6
 
 
 def test_forced_actions_equal_push_only_and_hardened_actions_large_logits():

@@ -78,7 +78,7 @@ def test_concurrent_submissions_run_no_trial_twice(study, slurm):
 def test_a_verdict_submits_one_stage_after_the_other(slurm, tmp_path):
     """A failed trial is retried by the same command, whose workers still run the whole stage."""
     question = Question(tmp_path)
-    question.keys["arms"] = [arm for arm in question.keys["arms"] if arm["name"] in ("plain", "good")]
+    question.keep_arms("plain", "good")
     question.write(tuning={"space": {"optimizer.lr": {"values": [0.001, 0.002]}}}, pairs=4)
     question.behavior["good-1-seed=50-"]["first"] = ["error"]
     for stage, done in (("tuning", 7), ("tuning", 8), ("pairs", 8)):

@@ -2,11 +2,14 @@
 
 import json
 import math
+import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from processes import wait_until
 from verdict_question import SEEDS, Question
 
@@ -14,10 +17,15 @@ from stackexp.cli import main
 from stackexp.config.compose import build_dataclass
 from stackexp.config.yaml_files import read_file
 from stackexp.errors import ConfigError
+from stackexp.evaluation.loading import load_run
+from stackexp.inspection.inspect import open_set
+from stackexp.inspection.interventions import measure_interventions
+from stackexp.inspection.pairs import measure_pairs
+from stackexp.reports.interventions import build_interventions
 from stackexp.reports.verdict import compute_best_of, find_share_of_steps
 from stackexp.runs import RunFolder
 from stackexp.sweeps.tuning import TunedSpace, Tuning, estimate_noise
-from stackexp.sweeps.verdict import VerdictConfig
+from stackexp.sweeps.verdict import VerdictConfig, load_verdict
 
 DIVERGED = "step 3: loss nan with gradient norm nan on sequences [1] of rank 0; nothing was updated"
 
@@ -49,8 +57,7 @@ def test_arms_are_tuned_then_paired_until_all_are_decided(question):
 def test_a_stopped_verdict_continues_and_a_diverged_trial_is_the_worst(question):
     question.behavior["same-2-seed=50-"] = {"first": ["error"] * 9, "error": DIVERGED}
     question.behavior["good-1-seed=51-"] |= {"first": ["kill"]}
-    question.keys["arms"] = [arm for arm in question.keys["arms"] if arm["name"] != "copy"]
-    question.write()
+    question.keep_arms("plain", "good", "same")
     printed = question.run(expect=1)
     assert "2 of 18 trials failed" in printed
     printed = question.run()
@@ -81,6 +88,8 @@ def test_a_stop_names_the_command_that_continues(question):
 @pytest.mark.process
 def test_two_processes_share_a_verdict(question):
     """They start together, and a third one joins during the pairs."""
+    question.keep_arms("plain", "same")
+    question.write(tuning={"space": {"optimizer.lr": {"values": [0.002]}}}, pairs=4)
     question.behavior["same-seed=102-"] |= {"wait": True}
     question.prepare()
 
@@ -95,8 +104,101 @@ def test_two_processes_share_a_verdict(question):
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     reports = {output[output.index("Verdict against") :] for output in outputs}
     assert len(reports) == 1
-    assert "  helps  " in reports.pop()
+    assert "no effect above 0.01" in reports.pop()
     assert set(question.count_attempts()) == {1}
+
+
+def test_at_equal_time_a_slower_arm_gets_fewer_steps(question, capsys):
+    """`good` runs at half the speed of the baseline, in steps of as many tokens."""
+    for name in question.behavior:
+        question.behavior[name] |= {"speed": 1280 if name.startswith("good") else 2560}
+    question.behavior["good-0-seed=50-"] |= {"speed": 1380}
+    question.behavior["good-0-seed=51-"] |= {"speed": 1180, "host": "b"}
+    question.keep_arms("plain", "good")
+    question.write(equal="time", pairs=4, tuning={"space": {"optimizer.lr": {"values": [0.002]}}})
+    error = question.run(expect=1).splitlines()[-1]
+    assert "good-0-seed=51" in error
+    assert error.endswith("on b with card; equal: time requires tuning runs on one machine")
+    (path,) = question.folder.glob("tuning/good-0-seed=51-*/environment.json")
+    path.write_text(path.read_text().replace('"b"', '"a"'))
+    printed = question.run()
+    plan = json.loads((question.folder / "verdict.json").read_text())
+    steps = [(values["trainer.max_steps"], values["schedule.warmup_steps"]) for values in plan["values"].values()]
+    assert steps == [(12, 2), (6, 1)]
+    assert "at equal time" in printed
+    assert ["good", "1,280", "6", "0.500"] in [line.split() for line in printed.splitlines()]
+    configs = [yaml.safe_load(path.read_text()) for path in question.folder.glob("pairs/good-*/config.yaml")]
+    assert {config["trainer"]["max_steps"] for config in configs} == {6}
+    question.write(equal="tokens")
+    assert main(["verdict", str(question.path), "--report"]) == 2
+    assert "equal changed since" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_real_runs_at_equal_time_with_interventions(tiny, program):
+    arms = [{"name": "plain", "model.memory": None}, {"name": "stack"}]
+    question = {"config": str(tiny), "arms": arms, "effect": 2.0, "pairs": 4, "equal": "time"}
+    question |= {"tuning": {"space": {"optimizer.lr": {"values": [0.003]}}}, "interventions_chunks": 8}
+    path = tiny.with_name("real.yaml")
+    path.write_text(yaml.safe_dump(question))
+    printed = program.run("verdict", path, "--max-parallel", 2)
+    folder = tiny.parent / "runs" / "real"
+    speeds = [
+        np.median([measure_speed(path) for path in folder.glob(f"tuning/{arm}-*/metrics.jsonl")])
+        for arm in ("plain", "stack")
+    ]
+    steps = round(12 * speeds[1] / speeds[0])
+    runs = [RunFolder(path.parent) for path in folder.glob("pairs/stack-*/result.json")]
+    assert {run.read_result().steps for run in runs} == {steps}
+    assert "no effect above 2" in printed
+    changes = [json.loads((run.path / "interventions.json").read_text())["changes"] for run in runs]
+    for name in ("mean action", "dropped read"):
+        row = next(line.split() for line in printed.splitlines() if line.startswith("stack ") and name in line)
+        assert row[3] == f"{np.mean([change[name] for change in changes]):+.4f}"
+        assert row[-1] == str(len(runs))
+
+
+def measure_speed(path: Path) -> float:
+    lines = map(json.loads, path.read_text().splitlines())
+    return float(np.median([line["train/tokens_per_second"] for line in lines if "train/tokens_per_second" in line]))
+
+
+def test_interventions_are_measured_once(trained, tmp_path):
+    """The runs are copies of one; that of the last seed has lost its checkpoints."""
+    config = trained / "config.yaml"
+    arms = [{"name": "plain", "model.memory": None}, {"name": "stack"}]
+    question = {"config": str(config), "arms": arms, "pairs": 4, "interventions_chunks": 8}
+    (tmp_path / "copies.yaml").write_text(yaml.safe_dump(question))
+    verdict = load_verdict(tmp_path / "copies.yaml", [f"logging.root={tmp_path}"])
+    plan = verdict.fix_plan()
+    folders = [trial.folder.path for (arm, _, _), trial in verdict.build_pairs(plan).trials.items() if arm == "stack"]
+    for folder in folders:
+        shutil.copytree(trained, folder)
+    shutil.rmtree(folders[-1] / "checkpoints")
+    measure_pairs(verdict)
+    files = [folder / "interventions.json" for folder in folders[:-1]]
+    changes = json.loads(files[0].read_text())["changes"]
+    loaded = load_run(folders[0], "last")
+    sets = [
+        measure_interventions(loaded.model, open_set(loaded, name, 8).batches, heads=False)
+        for name in ("left", "right")
+    ]
+    for name, other in (("mean action", "actions frozen at their mean"), ("dropped read", "reads dropped")):
+        expected = [change["change"] for found in sets for change in found if change["intervention"] == other]
+        assert changes[name] == pytest.approx(sum(expected) / 2, abs=1e-9)
+        assert abs(changes[name]) > 1e-6
+
+    before = [(file.stat().st_mtime_ns, file.read_text()) for file in files]
+    files[0].write_text(before[0][1].replace("0.", "1."))
+    table, notes = build_interventions(verdict)
+    assert table.rows[1] == ["stack", "dropped read", f"{changes['dropped read']:+.4f}", table.rows[1][3], "2"]
+    assert "damaged" in notes[0]
+    assert "stack: 2 runs without interventions" in notes[1]
+    measure_pairs(verdict)
+    assert files[0].read_text() == before[0][1]
+    assert [file.stat().st_mtime_ns for file in files[1:]] == [time for time, _ in before[1:]]
+    assert build_interventions(verdict)[0].rows[1][-1] == "3"
+    assert build_interventions(replace(verdict, config=replace(verdict.config, interventions_chunks=4)))[0] is None
 
 
 def test_another_question_needs_another_name(question, capsys):
@@ -126,6 +228,8 @@ def test_another_question_needs_another_name(question, capsys):
         ({"tuning": {"space": {k: {"values": [1]} for k in "abcd"}}}, "plain tunes 4 options; expected at most 3"),
         ({"tuning": {"space": {"a": {"values": [1], "arms": ["good"]}}}}, "only some arms tune a"),
         ({"tuning": {"space": {"a": {"values": [1], "arms": ["godo"]}}, "trials": 2}}, "no arm is named godo"),
+        ({"equal": "time", "tuning": None}, "tuning: required for equal: time"),
+        ({"equal": "time", "tuning": {"space": {"trainer.max_steps": {"values": [4]}}}}, "sets the steps of each arm"),
         ({"score": "average.accuracy"}, "average.accuracy is an accuracy; expected a loss"),
         ({"overrides": ["optimizer.lr=1"]}, "optimizer.lr is chosen by the verdict"),
         ({"overrides": ["seed=1"]}, "seed is chosen by the verdict"),

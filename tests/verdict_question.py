@@ -44,6 +44,9 @@ class Question:
         self.keys |= keys
         self.path.write_text(yaml.safe_dump(self.keys))
 
+    def keep_arms(self, *names: str) -> None:
+        self.write(arms=[arm for arm in self.keys["arms"] if arm["name"] in names])
+
     @property
     def command(self) -> list[str]:
         return [sys.executable, str(PROGRAM), "verdict", str(self.path), "--max-parallel", "2"]

@@ -189,13 +189,18 @@ def open_set(run: LoadedRun, name: str, num_chunks: int) -> InspectionInput:
     if others:
         remedy = "give the path of one file" if "=" in name else f"name one, such as {dataset.name}"
         raise ConfigError(f"inspect: --set {name}: a group of {1 + len(others)} sets; {remedy}")
+    batches = load_batches(run, data, dataset)
+    labels = _label_tokens(run, batches[0]["tokens"][0].tolist())
+    return InspectionInput(dataset.name, f"set-{dataset.name.replace('/', '-')}", batches, labels)
+
+
+def load_batches(run: LoadedRun, data: ExperimentData, dataset: Any) -> list[TokenBatch]:
+    """Return the sequences of an opened set without padding."""
     if isinstance(dataset, EvaluationSet):
         whole = Chunks(dataset.chunks.tokens, dataset.chunks.context_length, run.config.data.score_remainder)
         dataset = replace(dataset, chunks=whole) if len(whole) > 1 else dataset
     loader = data.build_eval_loader(dataset, rank=0, world_size=1)
-    batches = [part for batch in loader for part in _remove_padding(batch)]
-    labels = _label_tokens(run, batches[0]["tokens"][0].tolist())
-    return InspectionInput(dataset.name, f"set-{dataset.name.replace('/', '-')}", batches, labels)
+    return [part for batch in loader for part in _remove_padding(batch)]
 
 
 def _remove_padding(batch: TokenBatch) -> list[TokenBatch]:

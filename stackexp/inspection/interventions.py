@@ -46,10 +46,7 @@ def measure_interventions(model: nn.Module, batches: list[TokenBatch], heads: bo
     Strings of a formal language are independent. Chunks of text are not: too few of them have no interval (None).
     """
     is_independent = "targets" in batches[0]
-    tokens = [batch["tokens"] for batch in batches[:4]]
-    with record_memories(model) as recordings:
-        model(torch.cat([rows for rows in tokens if rows.shape[1] == tokens[0].shape[1]]))
-        interventions = list_interventions(model, recordings, heads)
+    interventions = list_interventions(model, _record_first(model, batches), heads)
     losses, counts = compute_losses(model, batches)
     changes: list[dict[str, Any]] = [{"intervention": "none", "loss": float(losses.sum() / counts.sum())}]
     for intervention in interventions:
@@ -60,6 +57,41 @@ def measure_interventions(model: nn.Module, batches: list[TokenBatch], heads: bo
         low, high = (None, None) if error is None else (change - error.margin, change + error.margin)
         changes.append({"intervention": intervention.name, "change": change, "low": low, "high": high})
     return changes
+
+
+def measure_summary(model: nn.Module, batches: list[TokenBatch]) -> dict[str, float]:
+    """Return the change of the loss with the actions frozen at their mean, and with all reads dropped, in nats.
+
+    Only stacks with actions and without feedback can be frozen. For other memories, what they add to the hidden state
+    is dropped.
+    """
+    memories: list[Any] = find_memories(model)
+    interventions = {}
+    is_stack = isinstance(memories[0], Stack)
+    if is_stack and memories[0].actions is not None and not getattr(memories[0].config, "feedback", False):
+        freeze = _freeze(memories, _record_first(model, batches))
+        interventions["mean action"] = Intervention("mean action", logits=freeze)
+    name = "dropped read" if is_stack else "dropped output"
+    interventions[name] = Intervention(name, read=_drop_read)
+    losses, counts = compute_losses(model, batches)
+    changes = {}
+    for name, intervention in interventions.items():
+        with intervene(model, intervention):
+            changes[name] = float((compute_losses(model, batches)[0] - losses).sum() / counts.sum())
+    return changes
+
+
+def find_memories(model: nn.Module) -> list[Memory]:
+    """Return all memories of a model, also those that report nothing."""
+    return list(getattr(model, "memories", ()))
+
+
+def _record_first(model: nn.Module, batches: list[TokenBatch]) -> list[Recording]:
+    """Return the recordings of the memories on the first batches."""
+    tokens = [batch["tokens"] for batch in batches[:4]]
+    with record_memories(model) as recordings:
+        model(torch.cat([rows for rows in tokens if rows.shape[1] == tokens[0].shape[1]]))
+    return recordings
 
 
 @torch.no_grad()
@@ -158,7 +190,7 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
 @contextlib.contextmanager
 def intervene(model: nn.Module, intervention: Intervention) -> Iterator[None]:
     """Apply an intervention in the forward passes within this context."""
-    memories = [m for m in find_recorded(model) if intervention.layer in (None, m.layer)]
+    memories = [m for m in find_memories(model) if intervention.layer in (None, m.layer)]
     if intervention.state:
         memories = memories[:1]  # the first memory of the layer
     method, change = ("update", _update_changed) if isinstance(memories[0], Stack) else ("forward", _forward_changed)

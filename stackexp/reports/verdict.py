@@ -12,6 +12,7 @@ from stackexp.errors import RunError
 from stackexp.metric_tags import AVERAGED_STEPS, TOKENS_PER_SECOND, TRAIN_LOSS
 from stackexp.reports.arms import OTHER, TRAINING, compare_arms, find_baseline, load_arms, read_losses, select_finished
 from stackexp.reports.compare import format_loss, read_curve
+from stackexp.reports.interventions import build_interventions
 from stackexp.reports.report import PALETTE, Report, Table, new_figure
 from stackexp.runs import RunFolder
 from stackexp.sequential import (
@@ -28,6 +29,7 @@ from stackexp.sequential import (
 )
 from stackexp.sweeps.controls import ADAPTER, FLOPS, PARAMETERS, PLAIN, SCALE, STREAM
 from stackexp.sweeps.schema import format_value, shorten_keys
+from stackexp.sweeps.sweep import STEPS
 from stackexp.sweeps.tuning import Tuned
 from stackexp.sweeps.verdict import Key, Plan, Stage, Verdict, judge_pairs
 from stackexp.tables import ABSENT
@@ -53,13 +55,20 @@ def build_verdict(verdict: Verdict) -> Report:
     judgments = judge_pairs(plan, scores)
     seconds = {arm: _measure_seconds(stage, arm) for arm in verdict.arms}
     lines = [_build_line(arm, j, plan, seconds) for arm, j in judgments.items()]
-    title = f"Verdict against {plan.baseline}, effect {plan.effect:g}, {plan.pairs} pairs planned"
+    at = "" if plan.speeds is None else ", at equal time"
+    title = f"Verdict against {plan.baseline}, effect {plan.effect:g}, {plan.pairs} pairs planned{at}"
     header = ["arm", "verdict", "difference", f"{1 - LEVEL:.0%} interval", "pairs", "p", "time per run"]
     tables.insert(0, Table(title, header, lines, num_labels=2))
+    if plan.speeds is not None:
+        tables.append(_build_equal_time(verdict, plan, stage, plan.speeds))
     if split := _build_split(verdict, plan, scores):
         tables.append(split)
     if speed := _build_speed(verdict, plan, stage, seconds):
         tables.append(speed)
+    if verdict.config.interventions_chunks:
+        interventions, missing = build_interventions(verdict)
+        tables += [interventions] if interventions else []
+        notes += missing
     notes += _describe(plan, judgments, scores)
     records = [{"arm": arm, "seed": seed, "score": value} for (arm, _, seed), value in scores.items()]
     return Report(tables, notes, records, lambda: _draw(plan, judgments))
@@ -196,6 +205,17 @@ def _build_split(verdict: Verdict, plan: Plan, scores: dict[Key, float]) -> Tabl
 
 
 # Time
+
+
+def _build_equal_time(verdict: Verdict, plan: Plan, stage: Stage, speeds: dict[str, float]) -> Table:
+    """Return the steps of each arm, which follow from its speed."""
+    rows = []
+    tokens = {arm: stage.trials[arm, 0, plan.seeds[0]].config.total_tokens for arm in verdict.arms}
+    for arm in verdict.arms:
+        share = tokens[arm] / tokens[plan.baseline]
+        rows.append([arm, f"{speeds[arm]:,.0f}", str(plan.values[arm][STEPS]), f"{share:.3f}"])
+    title = "Steps at equal time, by the median speed of the tuning runs; fixed before the first pair"
+    return Table(title, ["arm", "tokens/s", "steps", "tokens of the baseline's"], rows)
 
 
 def _build_speed(verdict: Verdict, plan: Plan, stage: Stage, seconds: dict[str, float | None]) -> Table | None:

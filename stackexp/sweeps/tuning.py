@@ -2,12 +2,17 @@
 
 import itertools
 import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import numpy as np
 
 from stackexp.config.fields import Errors, option
+from stackexp.errors import RunError
+from stackexp.metric_tags import TOKENS_PER_SECOND
+from stackexp.runs import RunFolder
 from stackexp.sweeps.schema import Space, Values
 
 Tuned = dict[str, list[tuple[Values, list[float]]]]
@@ -93,3 +98,30 @@ def _select_best_half(points: list[tuple[Values, list[float]]]) -> np.ndarray:
     """Return the scores [points, seeds] of the better half of the finite points, the best first."""
     finite = sorted((scores for _, scores in points if all(map(math.isfinite, scores))), key=lambda s: math.fsum(s))
     return np.array(finite[: -(-len(finite) // 2)])
+
+
+def measure_speeds(runs: Mapping[str, Sequence[RunFolder]]) -> dict[str, float]:
+    """Return the tokens per second of each arm: the median over its runs of the median of a run.
+
+    Raises RunError if a run has no speed or machine on record, or if the runs were on different machines.
+    """
+    speeds: dict[str, float] = {}
+    machines: dict[str, RunFolder] = {}
+    for arm, folders in runs.items():
+        medians = []
+        for folder in folders:
+            measured = [speed for line in folder.read_metrics() if (speed := line.get(TOKENS_PER_SECOND)) is not None]
+            sessions = folder.read_sessions()
+            if not measured or not sessions:
+                raise RunError(f"{folder.path}: no speed or machine on record; repeat the run, or use equal: tokens")
+            medians.append(statistics.median(measured))
+            for session in sessions:
+                gpus = session.get("gpus") or [(session.get("cpu") or {}).get("model")]
+                machines.setdefault(f"{session.get('host')} with {', '.join(map(str, gpus))}", folder)
+        speeds[arm] = statistics.median(medians)
+    if len(machines) > 1:
+        (first, one), (second, other), *_ = machines.items()
+        raise RunError(
+            f"{one.path} ran on {first}, {other.path} on {second}; equal: time requires tuning runs on one machine"
+        )
+    return speeds

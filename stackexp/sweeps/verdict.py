@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Literal, Optional
 
 import numpy as np
 
@@ -23,11 +23,12 @@ from stackexp.config.layers import find_origin, split_overrides
 from stackexp.config.yaml_files import Tree, display_path, read_file
 from stackexp.errors import ConfigError, RunError, StoppedError, suggest_name
 from stackexp.files import read_json, write_json
+from stackexp.runs import RunFolder
 from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, count_pairs, judge
 from stackexp.sweeps.schema import Resources, SweepConfig, Values, expand
-from stackexp.sweeps.sweep import Sweep
+from stackexp.sweeps.sweep import STEPS, Sweep
 from stackexp.sweeps.trials import Trial, compute_config_hash, read_failure, read_objective
-from stackexp.sweeps.tuning import Tuned, Tuning, estimate_noise
+from stackexp.sweeps.tuning import Tuned, Tuning, estimate_noise, measure_speeds
 from stackexp.sweeps.worker import run_sweep
 
 PLAN = "verdict.json"
@@ -52,11 +53,13 @@ class VerdictConfig:
     arms: "list[dict[str, Any]]" = field(default_factory=list)
     baseline: Optional[str] = None  # None: the first arm
     effect: float = option(0.01, above=0)  # nats per token
+    equal: Literal["tokens", "time"] = "tokens"  # what all arms get as much of
     score: str = "average.loss"  # path into result.json; lower is better
     pairs: Optional[int] = option(None, min=MIN_PLANNED)
     max_pairs: int = option(60, min=MIN_PLANNED)
     first_seed: int = option(100, min=0)
     tuning: Optional[Tuning] = None
+    interventions_chunks: int = option(64, min=0)  # of each validation set; 0 measures no interventions
     resources: Resources = field(default_factory=Resources)
     retries: int = option(0, min=0)
 
@@ -78,6 +81,8 @@ class VerdictConfig:
             yield "baseline", f"no arm is named {self.baseline}{suggest_name(self.baseline, list(map(str, names)))}"
         if self.tuning is None and self.pairs is None:
             yield "pairs", "required without tuning, which measures the noise that their number depends on"
+        if self.tuning is None and self.equal == "time":
+            yield "tuning", "required for equal: time, because it measures the speed of each arm"
         if self.tuning:
             yield from self._find_tuning_errors(self.tuning, list(map(str, names)))
 
@@ -88,6 +93,8 @@ class VerdictConfig:
         for key, arm in ((key, arm) for key, space in tuning.space.items() for arm in space.arms):
             if arm not in names:
                 yield f"tuning.space.{key}.arms", f"no arm is named {arm}{suggest_name(arm, names)}"
+        if self.equal == "time" and STEPS in tuning.space:
+            yield f"tuning.space.{STEPS}", "equal: time sets the steps of each arm; remove the key"
         for name in names:
             if (count := len(tuning.select_space(name))) > MAX_TUNED:
                 yield "tuning.space", f"{name} tunes {count} options; expected at most {MAX_TUNED}"
@@ -98,12 +105,14 @@ class Plan:
     """Decisions made before the first pair: the values of each arm, the number of pairs and the effect.
 
     `deviation` is the largest standard deviation of paired differences between tuning seeds; None if not measured.
+    `speeds` are the tokens per second of each arm that its steps follow from; None for equal tokens.
     """
 
     question: dict[str, Any]  # config, overrides, arms, baseline, effect and score
     values: dict[str, Values]
     seeds: list[int]
     deviation: float | None = None
+    speeds: dict[str, float] | None = None
     version: int = 1
 
     @property
@@ -268,45 +277,84 @@ class Verdict:
         except TypeError:
             raise RunError(f"{path}: not a plan of this version; move the folder elsewhere") from None
         ours = self._describe_question()
-        if changed := [key for key in ours if ours[key] != plan.question.get(key)]:
+        if changed := [key for key in plan.question | ours if ours.get(key) != plan.question.get(key)]:
             raise ConfigError(
                 f"{display_path(self.path)}: {', '.join(changed)} changed since {path} was written; "
                 "give it another name"
             )
         return plan
 
-    def make_plan(self) -> Plan:
-        """Choose the best values of each arm, and the number of pairs, by the tuning runs.
+    def fix_plan(self) -> Plan:
+        """Return the plan in the folder; write it if there is none. Raises what `read_plan` and `make_plan` raise."""
+        plan = self.read_plan()
+        if plan is None:
+            plan = self.make_plan()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / PLAN, dataclasses.asdict(plan))
+        return plan
 
-        Raises RunError if an arm has no finished point.
+    def make_plan(self) -> Plan:
+        """Choose the best values of each arm, the number of pairs, and the steps at equal time, by the tuning runs.
+
+        Raises RunError if an arm has no finished point, or what `measure_speeds` raises.
         """
         tuned, config = self.read_tuning(), self.config
         values: dict[str, Values] = {arm: {} for arm in self.arms}
+        speeds = None
         for arm, points in tuned.items():
             best = min(points, key=lambda point: float(np.mean(point[1])), default=None)
             if best is None or not math.isfinite(float(np.mean(best[1]))):
                 raise RunError(
                     f"{self.folder}/tuning: {arm} has no finished trial; see `sweep status {self.folder}/tuning`"
                 )
-            values[arm] = best[0]
+            values[arm] = dict(best[0])
+        if config.equal == "time":
+            speeds = measure_speeds(self._list_tuning_runs())
+            self._equalize_time(values, speeds)
         deviation = estimate_noise(tuned, self.baseline) if tuned else None
         pairs = config.pairs
         if pairs is None:
             assert deviation is not None
             pairs = min(config.max_pairs, count_pairs(config.effect, deviation, LEVEL / (len(self.arms) - 1)))
-        return self._build_plan(values, pairs, deviation)
+        return self._build_plan(values, pairs, deviation, speeds)
 
-    def _build_plan(self, values: dict[str, Values], pairs: int, deviation: float | None) -> Plan:
+    def _list_tuning_runs(self) -> dict[str, list[RunFolder]]:
+        """Return the finished tuning runs of each arm."""
+        trials = self.tuning.trials if self.tuning else {}
+        return {
+            arm: [trial.folder for (name, _, _), trial in trials.items() if name == arm and trial.folder.is_finished]
+            for arm in self.arms
+        }
+
+    def _equalize_time(self, values: dict[str, Values], speeds: dict[str, float]) -> None:
+        """Add to the values of each arm the steps that take as long as the baseline's, and the schedule for them."""
+        sweep = self._build_sweep(self.name, [])
+        entries = {entry["name"]: {key: v for key, v in entry.items() if key != "name"} for entry in self.config.arms}
+        configs = {arm: sweep.build_trial(entries[arm] | values[arm], arm).config for arm in self.arms}
+        seconds = configs[self.baseline].total_tokens / speeds[self.baseline]
+        for arm, config in configs.items():
+            steps = max(1, round(seconds * speeds[arm] / config.data.global_batch_tokens))
+            share = steps / config.trainer.max_steps
+            lengths = {key: getattr(config.schedule, key, None) for key in ("warmup_steps", "decay_steps")}
+            values[arm] |= {f"schedule.{key}": max(1, round(share * n)) for key, n in lengths.items() if n}
+            values[arm][STEPS] = steps
+
+    def _build_plan(
+        self, values: dict[str, Values], pairs: int, deviation: float | None, speeds: dict[str, float] | None = None
+    ) -> Plan:
         seeds = list(range(self.config.first_seed, self.config.first_seed + pairs))
-        return Plan(self._describe_question(), values, seeds, deviation)
+        return Plan(self._describe_question(), values, seeds, deviation, speeds)
 
     def _describe_question(self) -> dict[str, Any]:
         config = self.config
         fixed = {"config": config.config, "overrides": [*config.overrides, *self.overrides], "arms": config.arms}
-        return fixed | {"baseline": self.baseline, "effect": config.effect, "score": config.score}
+        fixed |= {"baseline": self.baseline, "effect": config.effect, "score": config.score}
+        return (
+            fixed if config.equal == "tokens" else fixed | {"equal": config.equal}
+        )  # plans before this key had tokens
 
-    def run(self, launcher: str = "local", max_parallel: int | None = None) -> None:
-        """Run the missing trials of both stages, until every arm is decided.
+    def run(self, launcher: str = "local", max_parallel: int | None = None) -> bool:
+        """Run the missing trials of both stages, until every arm is decided. Return False if some were only submitted.
 
         On this machine, the arms are judged after every pair, or after as many as run at once; decided arms stop. The
         looks do not depend on the runs that exist, so several processes agree. With Slurm, a call submits the next
@@ -314,11 +362,8 @@ class Verdict:
         """
         run = partial(self._run_part, launcher=launcher, max_parallel=max_parallel)
         if self.tuning and not run(self.tuning, list(self.tuning.trials)):
-            return
-        plan = self.read_plan()
-        if plan is None:
-            plan = self.make_plan()
-            write_json(self.folder / PLAN, dataclasses.asdict(plan))
+            return False
+        plan = self.fix_plan()
         stage, arms = self.build_pairs(plan), self.arms
         before = stage.read_scores()
         at_once = max(1, (max_parallel or len(os.sched_getaffinity(0))) // len(arms))
@@ -328,7 +373,7 @@ class Verdict:
             seeds = plan.seeds[:end]
             keys = [(arm, 0, seed) for seed in seeds for arm in arms]
             if not run(stage, keys):
-                return
+                return False
             scores = {key: score for key, score in stage.read_scores().items() if key[2] in seeds}
             judgments = judge_pairs(plan, scores)
             if not before.keys() >= set(keys):
@@ -336,7 +381,8 @@ class Verdict:
                 print(f"after {end} of {plan.pairs} pairs: {', '.join(words)}", flush=True)
             arms = [plan.baseline, *(arm for arm, judgment in judgments.items() if not judgment.is_decided)]
             if len(arms) == 1:
-                return
+                break
+        return True
 
     def _run_part(self, stage: Stage, keys: list[Key], launcher: str, max_parallel: int | None) -> bool:
         """Run the trials of a stage that have not ended. Return False if they were only submitted."""

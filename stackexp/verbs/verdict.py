@@ -53,6 +53,10 @@ class Verdict(ReportVerb):
             print(format_plan(verdict))
             return 0
         if not args.report:
-            verdict.run(args.launcher, args.max_parallel)
+            is_complete = verdict.run(args.launcher, args.max_parallel)
+            if is_complete and verdict.config.interventions_chunks:
+                from stackexp.inspection.pairs import measure_pairs
+
+                measure_pairs(verdict)
         args.verdict, args.parameters = verdict, ["verdict"]
         return super().run(args)

@@ -1,0 +1,46 @@
+"""Measure the interventions of a verdict on the memories of its pairs, once for each run."""
+
+import statistics
+
+from stackexp.errors import RunError
+from stackexp.evaluation.loading import load_run
+from stackexp.files import hold_lock
+from stackexp.inspection.inspect import load_batches, open_run_data
+from stackexp.inspection.interventions import measure_summary
+from stackexp.reports.interventions import Changes, describe_changes, list_memory_runs, read_changes, write_changes
+from stackexp.runs import RunFolder
+from stackexp.sweeps.verdict import Verdict
+
+
+def measure_pairs(verdict: Verdict) -> None:
+    """Measure the finished runs of the pairs that have a memory and the checkpoint of their last step.
+
+    Other processes wait. Damaged files are written again.
+    """
+    with hold_lock(verdict.folder / ".interventions.lock", "the interventions"):
+        folders = dict.fromkeys(folder for runs in list_memory_runs(verdict).values() for folder in runs)
+        missing = [folder for folder in folders if _is_missing(verdict, folder)]
+        if missing:
+            print(f"measuring interventions on {len(missing)} runs", flush=True)
+        for folder in missing:
+            write_changes(folder, describe_changes(verdict, folder), measure_run(verdict, folder))
+
+
+def _is_missing(verdict: Verdict, folder: RunFolder) -> bool:
+    identity, newest = describe_changes(verdict, folder), folder.newest_checkpoint()
+    if newest is None or int(newest.name) != identity["step"]:
+        return False
+    try:
+        return read_changes(folder, identity) is None
+    except RunError:
+        return True
+
+
+def measure_run(verdict: Verdict, folder: RunFolder) -> Changes:
+    """Return the change of the loss under each intervention, as the mean over the validation sets of a run."""
+    identity = describe_changes(verdict, folder)
+    run = load_run(folder.path, identity["weights"])
+    data = open_run_data(run, None)
+    data.eval_limit = identity["chunks"]
+    changes = [measure_summary(run.model, load_batches(run, data, opened)) for opened in data.sets("validate")]
+    return {name: statistics.fmean(values[name] for values in changes) for name in changes[0]}

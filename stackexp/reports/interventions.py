@@ -1,0 +1,84 @@
+"""The interventions on the memories of a verdict's pairs: a file in each run folder, and their table.
+
+interventions.json has the step, weights and chunks that were measured, and the changes of the loss in nats.
+"""
+
+import math
+from typing import Any
+
+from stackexp.errors import RunError
+from stackexp.files import read_json, write_json
+from stackexp.reports.arms import compute_difference, count_runs
+from stackexp.reports.report import Table
+from stackexp.run_result import compute_sha256
+from stackexp.runs import RunFolder
+from stackexp.sweeps.verdict import Verdict
+from stackexp.tables import ABSENT
+
+FILE = "interventions.json"
+Changes = dict[str, float]
+"""Intervention -> change of the loss."""
+
+
+def list_memory_runs(verdict: Verdict) -> dict[str, list[RunFolder]]:
+    """Return the finished runs of the pairs of each arm with a memory; none before the plan is made."""
+    plan = verdict.read_plan()
+    runs: dict[str, list[RunFolder]] = {}
+    for (arm, _, _), trial in verdict.build_pairs(plan).trials.items() if plan else ():
+        if getattr(trial.config.model, "memory", None) is not None:
+            runs.setdefault(arm, []).extend([trial.folder] if trial.folder.is_finished else [])
+    return runs
+
+
+def describe_changes(verdict: Verdict, folder: RunFolder) -> dict[str, Any]:
+    """Return what is measured on a run: the step, "last" or the averaged weights "ema", and the chunks of each set."""
+    weights = "ema" if verdict.config.score.startswith("ema.") else "last"
+    step, chunks = folder.read_result().steps, verdict.config.interventions_chunks
+    return {"step": step, "weights": weights, "chunks": chunks}
+
+
+def write_changes(folder: RunFolder, identity: dict[str, Any], changes: Changes) -> None:
+    """Write the measured changes of a run, with the SHA-256 of the contents."""
+    contents = identity | {"changes": changes}
+    write_json(folder.path / FILE, contents | {"sha256": compute_sha256(contents)})
+
+
+def read_changes(folder: RunFolder, identity: dict[str, Any]) -> Changes | None:
+    """Return the measured changes of a run; None if others or none were measured. Raises RunError for damage."""
+    path = folder.path / FILE
+    if not path.is_file():
+        return None
+    contents = read_json(path)
+    sha256 = contents.pop("sha256", None) if isinstance(contents, dict) else None
+    if sha256 is None or sha256 != compute_sha256(contents):
+        raise RunError(f"{path}: damaged; repeat `verdict`, which measures again")
+    return contents["changes"] if contents == identity | {"changes": contents.get("changes")} else None
+
+
+def build_interventions(verdict: Verdict) -> tuple[Table | None, list[str]]:
+    """Return a table of the changes, mean over seeds, and notes about runs without them. Nothing is measured."""
+    rows: list[list[str]] = []
+    notes: list[str] = []
+    for arm, folders in list_memory_runs(verdict).items():
+        measured: list[Changes] = []
+        for folder in folders:
+            try:
+                changes = read_changes(folder, describe_changes(verdict, folder))
+            except RunError as error:
+                notes.append(str(error))
+                continue
+            measured += [changes] if changes else []
+        if len(measured) < len(folders):
+            count = count_runs(len(folders) - len(measured))
+            notes.append(f"{arm}: {count} without interventions: not measured yet, or the last checkpoint is deleted")
+        for name in dict.fromkeys(name for changes in measured for name in changes):
+            values = [changes[name] for changes in measured if math.isfinite(changes.get(name, math.nan))]
+            difference = compute_difference(values)
+            interval = ABSENT if difference.low is None else f"{difference.low:+.4f} to {difference.high:+.4f}"
+            rows.append([arm, name, f"{difference.mean:+.4f}", interval, str(len(values))])
+    title = (
+        "Interventions on trained memories: change of the loss, mean over seeds, on "
+        f"{verdict.config.interventions_chunks} chunks of each validation set. Intervals over seeds"
+    )
+    header = ["arm", "intervention", "change of the loss", "95 % interval", "runs"]
+    return (Table(title, header, rows, num_labels=2) if rows else None), notes
