@@ -41,6 +41,7 @@ VERBS = {
     "report dynamics": "compare the training losses over the tokens",
     "report grid": "show the loss over the hyperparameters of a sweep",
     "report actions": "show pushes and pops over the layers",
+    "report states": "show how states drift with the length of strings",
     "report efficiency": "compare the cost of memories with the paper's",
     "report all": "write one page with all tables and figures of a folder",
     "bench efficiency": "measure the cost of a memory in a full model",

@@ -55,7 +55,7 @@ class Transduction(TrainingModule):
         output = self.model(batch["tokens"], probe=self.probe)
         logits = output.logits[:, -targets.shape[1] :]
         losses = compute_losses(logits, targets, self.config.trainer.z_loss, self.config.data.label_smoothing)
-        is_correct = (self._predict(logits) == targets) & batch["mask"]
+        is_correct = (self.predict(logits) == targets) & batch["mask"]
         loss = self.compute_objective(losses, output, torch.tensor([batch["length"]]))
         self.step_metrics.add("train/accuracy", is_correct.sum() / batch["counted"])
         self.step_metrics.add("train/max_length", float(batch["max_length"]))
@@ -70,10 +70,10 @@ class Transduction(TrainingModule):
         logits, losses = compute_answer_losses(self.model, batch)
         targets = batch["targets"]
         losses *= targets.shape[1] / (targets != NO_TARGET).sum(1, keepdim=True)  # the mean over all is that of answers
-        is_right = self._predict(logits) == targets
+        is_right = self.predict(logits) == targets
         metric.update(batch["index"], losses, is_right & batch["mask"], batch["mask"])
 
-    def _predict(self, logits: Tensor) -> Tensor:
+    def predict(self, logits: Tensor) -> Tensor:
         """Return the predicted output ids [B, O] for logits [B, O, V]."""
         rivals = TASKS[self.config.data.task].rivals
         if rivals is None:

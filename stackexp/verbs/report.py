@@ -251,6 +251,28 @@ class Actions(ReportVerb):
     )
 
 
+class States(ReportVerb):
+    """Show how states drift and actions blur with the length of strings, and how well this predicts failure.
+
+    Takes runs on formal languages with their checkpoints. Hidden states and slots are compared with the state of the
+    task's automaton at each token. The prediction uses strings of up to 60 symbols; a run fails if its mean accuracy
+    over 41..500 is below 0.99.
+    """
+
+    builder = "inspection.states:build_states"
+    examples = ("report states runs/formal_table --figure states.png --csv states.csv",)
+    options = (
+        argument(
+            "--strings",
+            "N",
+            "strings of each length (default: %(default)s)",
+            dest="num_strings",
+            type=at_least(8),
+            default=64,
+        ),
+    )
+
+
 class Efficiency(ReportVerb):
     """Compare the cost of the memories with the paper's efficiency table, from a file of `bench efficiency --out`."""
 

@@ -78,7 +78,7 @@ class Copy(Verb):
 
     Copies the config, the results, test scores, the environment, the last hash of the data, and the losses of chunks,
     without the name of the host and the paths of checkpoints. Reports read the copies like the runs, except `report
-    dynamics`, `report benchmarks` and `report actions`, which need more files.
+    dynamics`, `report benchmarks`, `report actions` and `report states`, which need more files.
     """
 
     examples = ("runs copy runs/ablation_small --to docs/results/ablation_small",)
