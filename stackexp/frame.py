@@ -50,7 +50,7 @@ SUMMARY = (
 OLMO_GROUPS = ("v2/", "v3/")
 SCORES = ("loss", "perplexity", "bits_per_byte")
 RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
-TRIAL_NAME = re.compile(r"(.*?)-?(?:seed=\d+)?-[0-9a-f]{8}")
+TRIAL_NAME = re.compile(r"(.*?)(?:-?\b(?:shuffle_)?seed=\d+)*-[0-9a-f]{8}")
 SCORE_KINDS = ("val/", "bigrams/", "ema/")
 SCORE_COLUMN = re.compile(r"(val|bigrams|ema)/(.+)/([a-z_]+)")
 

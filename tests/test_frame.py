@@ -171,6 +171,7 @@ def test_arms_are_named_after_the_trial_or_the_config():
         "runs/ablation/normalized-identity-seed=1-06471341": "normalized-identity",
         "runs/grid/H=2-d_s=4-seed=0-06471341": "H=2-d_s=4",
         "runs/grid/seed=0-06471341": "grid",
+        "runs/noise/wide-seed=0-shuffle_seed=1-06471341": "wide",
         "runs/mine": "mine",
     }
     assert {path: name_arm(Path(path)) for path in names} == names

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from stackexp.errors import RunError
+from stackexp.frame import Row
 from stackexp.metric_tags import AVERAGED_STEPS, TOKENS_PER_SECOND, TRAIN_LOSS
 from stackexp.reports.arms import OTHER, TRAINING, compare_arms, find_baseline, load_arms, read_losses, select_finished
 from stackexp.reports.compare import format_loss, read_curve
 from stackexp.reports.interventions import build_interventions
+from stackexp.reports.noise import Grid, build_noise, find_grids, measure_pair_deviation
 from stackexp.reports.report import PALETTE, Report, Table, new_figure
 from stackexp.runs import RunFolder
 from stackexp.sequential import (
@@ -302,9 +304,13 @@ def format_plan(verdict: Verdict) -> str:
 def build_pair_plan(paths: Sequence[Path], effect: float, baseline: str | None = None) -> Report:
     """Build a table of the pairs that find an effect with probability 0.8, from the noise of finished runs.
 
-    The last row pools the variances of all arms. Raises RunError if no arm has two pairs with the baseline.
+    A grid of `seed` and `data.shuffle_seed` also gives the noise by source. Without one, the last row pools the
+    variances of all arms. Raises RunError if no arm has two pairs with the baseline.
     """
     arms, _ = load_arms(paths)
+    grid_base, grids, grid_notes = find_grids(arms, baseline)
+    if grid_base:
+        return _plan_grids(grid_base, grids, effect, grid_notes)
     finished = {name: rows for name in arms if (rows := select_finished(arms[name]))}
     base = find_baseline(finished, baseline)
     if base is None:
@@ -318,7 +324,7 @@ def build_pair_plan(paths: Sequence[Path], effect: float, baseline: str | None =
         values = [ours[column][0] - theirs[column][0] for ours, theirs in losses if column in ours and column in theirs]
         if len(values) > 1:
             differences[arm] = values
-            seconds += [math.fsum(row.get("seconds_of_last_session", math.nan) for row in pair) for pair in pairs]
+            seconds += _list_seconds(pairs)
     if not differences:
         raise RunError(f"{base}: no arm has two finished runs with the same seeds and data; train more seeds")
     hours = statistics.median(seconds) / 3600
@@ -328,13 +334,31 @@ def build_pair_plan(paths: Sequence[Path], effect: float, baseline: str | None =
     pooled = math.sqrt(math.fsum(value * value for value in centered) / degrees)
     low, high = bound_deviation(degrees)
     lines.append(_plan_row("all (pooled)", pooled, low * pooled, high * pooled, effect, hours))
+    return Report([_tabulate_plan(effect, lines)], [_describe_plan(base, effect)], [])
+
+
+def _plan_grids(base: str, grids: dict[str, Grid], effect: float, notes: list[str]) -> Report:
+    """Return the noise by source, and the pairs for its total."""
+    hours = statistics.median(_list_seconds([pair for grid in grids.values() for pair in grid.pairs])) / 3600
+    lines = [_plan_row(arm, *measure_pair_deviation(grid), effect, hours) for arm, grid in grids.items()]
+    return Report([build_noise(base, grids), _tabulate_plan(effect, lines)], [*notes, _describe_plan(base, effect)], [])
+
+
+def _list_seconds(pairs: Sequence[tuple[Row, Row]]) -> list[float]:
+    return [math.fsum(row.get("seconds_of_last_session", math.nan) for row in pair) for pair in pairs]
+
+
+def _tabulate_plan(effect: float, rows: list[list[str]]) -> Table:
     header = ["arm", "deviation of a pair", f"pairs for {effect:g}", "hours of one device"]
-    notes = [
+    return Table(f"Pairs for an effect of {effect:g}", header, rows)
+
+
+def _describe_plan(base: str, effect: float) -> str:
+    return (
         f"Pairs with {base} that find a difference of {effect:g} nats with probability {POWER:g} at level {LEVEL:g}, "
         "with a look after every pair, for one arm. Deviations have 95 % intervals. Hours: the median duration of the "
-        "last session of both runs, on their machines.",
-    ]
-    return Report([Table(f"Pairs for an effect of {effect:g}", header, lines)], notes, [])
+        "last session of both runs, on their machines."
+    )
 
 
 def _plan_row(arm: str, deviation: float, low: float, high: float, effect: float, hours: float) -> list[str]:
