@@ -14,13 +14,17 @@ from stackexp.modules.base import Batch, TrainingModule
 from stackexp.modules.metrics import SequenceScores
 from stackexp.tasks import NO_TARGET, TASKS
 
+LIKELY = 0.8
+"""The share of the probability of all rivals that a prediction needs."""
+
 
 class Transduction(TrainingModule):
     """Sequence transduction: L = mean cross entropy over answer symbols + lambda x mean action entropy.
 
     The logits of the last O positions, those of the empty tokens, are the answer (Deletang et al. 2023). A task that
     answers at every token has O = L and no empty tokens. Targets NO_TARGET do not count. Accuracy is the share of
-    correct symbols among those that the mask counts; with `Task.rivals`, only their logits are compared.
+    correct symbols among those that the mask counts; with `Task.rivals`, the correct
+    one must have at least 80 % of their probability (Hewitt et al. 2020).
 
     `trainer.z_loss` adds z_loss x mean squared log-partition function. `data.label_smoothing` applies to the objective,
     not to the logged loss. Evaluation sets are lengths: `set_metrics` is {length_041: {accuracy, loss, ...}, ...}.
@@ -74,12 +78,13 @@ class Transduction(TrainingModule):
         metric.update(batch["index"], losses, is_right & batch["mask"], batch["mask"])
 
     def predict(self, logits: Tensor) -> Tensor:
-        """Return the predicted output ids [B, O] for logits [B, O, V]."""
+        """Return the predicted output ids [B, O] for logits [B, O, V]; NO_TARGET where no rival is likely enough."""
         rivals = TASKS[self.config.data.task].rivals
         if rivals is None:
             return logits.argmax(-1)
         ids = torch.tensor(rivals, device=logits.device)
-        return ids[logits[..., ids].argmax(-1)]
+        probability, choice = logits[..., ids].softmax(-1).max(-1)
+        return ids[choice].where(probability >= LIKELY, NO_TARGET)
 
     def validation_tags(self) -> dict[str, float]:
         """Return the means over lengths and the accuracy at each length."""

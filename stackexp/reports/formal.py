@@ -43,6 +43,8 @@ TASK_OPTIONS = ("data.task", "data.vocab_size", "data.output_vocab_size", "model
 MAX_OVERRIDES = 4
 """A recipe that differs in more options from the shipped config is named by its run folder."""
 MAX_SHOWN_DIFFERENCES = 6
+BY_LENGTH = ("accuracy", "loss_above_entropy")
+"""Values of result.json that the CSV leaves out, because they have an entry for each length."""
 RANGES = ((41, 100), (41, 500))
 """The CSV has scores over these lengths and over those of the table."""
 
@@ -245,7 +247,7 @@ def _build_records(results: Results) -> list[dict[str, Any]]:
         record["sequences_per_length"] = tested and tested.sequences
         record["length_stride"] = tested and tested.stride
         record["tested_in"] = tested and tested.path.name
-        records.append(record | {key: value for key, value in run.row.items() if key not in (*record, "accuracy")})
+        records.append(record | {key: value for key, value in run.row.items() if key not in (*record, *BY_LENGTH)})
     return records
 
 

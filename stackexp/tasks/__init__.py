@@ -15,6 +15,6 @@ from stackexp.tasks import regular, context_free, context_sensitive  # noqa: F40
 CHOMSKY_TASKS = dict(TASKS)
 """The tasks of "Neural Networks and the Chomsky Hierarchy" (Deletang et al. 2023)."""
 
-from stackexp.tasks import groups  # noqa: E402, F401  # isort: skip
+from stackexp.tasks import groups, recognition, generation, recall, repl  # noqa: E402, F401  # isort: skip
 
 __all__ = ["CHOMSKY_TASKS", "NO_TARGET", "TASKS", "Task", "TaskBatch", "task"]

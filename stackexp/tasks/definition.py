@@ -43,7 +43,7 @@ class Task:
     max_length: int  # default of data.max_length, the longest training string
     validation_max_length: int  # default of data.validation_max_length
     eval_max_length: int  # default of data.eval_max_length
-    rivals: tuple[int, ...] | None  # output ids that accuracy compares; None compares all
+    rivals: tuple[int, ...] | None  # output ids that accuracy compares (see Transduction); None compares all
     entropy: Callable[[int], float] | None  # lowest possible loss at a string length, in nats per answer symbol
 
     @property

@@ -122,15 +122,23 @@ class FormalLanguageObjective(Objective):
         print(f"\nscores: {path}")
 
     def _format_accuracy(self, record: dict[str, Any]) -> str:
-        return format_accuracy(self.config.data, {record["model"]: parse_accuracy(record)})
+        text = format_accuracy(self.config.data, {record["model"]: parse_accuracy(record)})
+        if excess := record.get("loss_above_entropy"):
+            shown = ", ".join(f"{value:.3f} at {length}" for length, value in excess.items())
+            text += f"\n\nloss above the entropy of the source, nats per symbol: {shown}"
+        return text
 
     def _summarize_lengths(self, sets: Sets) -> dict[str, Any]:
         accuracy = {str(int(name.removeprefix("length_"))): figures["accuracy"] for name, figures in sets.items()}
-        return {
+        record = {
             "task": self.config.data.task,
             "model": get_model_label(flatten_config(self.config)),
             "accuracy": accuracy,
         }
+        if entropy := TASKS[self.config.data.task].entropy:
+            losses = zip(accuracy, (figures["loss"] for figures in sets.values()), strict=True)
+            record["loss_above_entropy"] = {length: loss - entropy(int(length)) for length, loss in losses}
+        return record
 
     def _summarize_test(self, sets: Sets) -> dict[str, Any]:
         record, data = self._summarize_lengths(sets), self.config.data
