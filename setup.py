@@ -72,5 +72,6 @@ setup(
         "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.10"],  # logging.loggers=[mlflow]
         "optuna": ["optuna>=4"],
         "flash": ["flash-attn>=2.8"],  # model.attention=flash_attn
+        "fla": ["flash-linear-attention>=0.4"],  # model.kernel=fla of delta_net
     },
 )

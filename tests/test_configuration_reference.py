@@ -17,7 +17,17 @@ from stackexp.errors import ConfigError
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
 
-SHIPPED = ("transformer", "lstm", "stack_rnn", "stack", "stack_attention", "shards", "stdlib", "formal_language")
+SHIPPED = (
+    "transformer",
+    "lstm",
+    "stack_rnn",
+    "delta_net",
+    "stack",
+    "stack_attention",
+    "shards",
+    "stdlib",
+    "formal_language",
+)
 SHIPPED += ("attention_residual", "dense_former", "hyper_connections", "mhc", "residual_scale", "residual_stack")
 SHIPPED += ("value_skip", "adamw", "muon", "cosine", "linear", "wsd")
 
@@ -52,7 +62,9 @@ def test_one_key_is_explained(capsys):
     assert headings == [f"model.memory.num_slots (kind {kind})" for kind in ("residual_stack", "stack")]
     assert f"{headings[1]}\n  {description}\n" in output
     assert "type     an integer from 1 to 1048576\n  default  24\n" in output
-    assert explain("model.kind").endswith("type     one of lstm, stack_rnn, transformer\n  default  transformer")
+    assert explain("model.kind").endswith(
+        "type     one of delta_net, lstm, stack_rnn, transformer\n  default  transformer"
+    )
 
 
 def test_a_section_is_a_table_of_its_keys_and_the_end_of_a_key_is_enough(capsys):

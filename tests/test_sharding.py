@@ -34,7 +34,7 @@ MODELS = {
 }
 MODELS = {name: [*SMALL, *options] for name, options in MODELS.items()}
 RECURRENT = ["model.hidden_size=32", "model.num_layers=3", "model.vocab_size=301", "data.vocab_size=301", "seed=7"]
-MODELS |= {kind: [f"model.kind={kind}", *RECURRENT] for kind in ("lstm", "stack_rnn")}
+MODELS |= {kind: [f"model.kind={kind}", *RECURRENT] for kind in ("lstm", "stack_rnn", "delta_net")}
 
 
 def build(*overrides: str) -> LanguageModeling:

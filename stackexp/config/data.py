@@ -337,7 +337,7 @@ def get_model_label(options: Mapping[str, Any]) -> str:
     """Return the short name of a model from the options {full key: value} of its config.
 
     One of transformer, stacktrans, stacktrans-depth, stacktrans-queue, stacktrans-depth-push_only, ...,
-    stack_attention, lstm, stack_rnn, or the kind of a plugin.
+    stack_attention, lstm, stack_rnn, delta_net, or another kind.
     """
     kind, memory = options["model.kind"], options.get("model.memory.kind")
     if kind != "transformer" or memory != "stack":

@@ -1,7 +1,7 @@
 """Options of the models: the decoder and the recurrent baselines."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, Optional
+from typing import Any, ClassVar, Literal, Optional
 
 from stackexp.config.fields import Errors, option
 from stackexp.config.registry import get_entry, register
@@ -170,3 +170,32 @@ class StackRNNConfig(RecurrentConfig):
         """Yield the errors that involve several options."""
         if self.eval_num_slots is not None and self.eval_num_slots < self.num_slots:
             yield "eval_num_slots", f"must not be smaller than num_slots {self.num_slots}"
+
+
+@register("model", "delta_net", builds="stackexp.models.delta:DeltaNet")
+@dataclass
+class DeltaNetConfig(RecurrentConfig):
+    """DeltaNet (Yang et al. 2024) or, with several Householder steps per token, DeltaProduct (Siems et al. 2025)."""
+
+    kind: str = "delta_net"
+    init: ClassVar[str] = "fan_in"
+    num_heads: int = option(4, min=1)
+    """Heads of the recurrence."""
+    intermediate_size: int = option(176, min=1, max=2**22)
+    """Width of the feed-forward layer."""
+    norm_eps: float = option(1e-5, above=0)
+    """Epsilon of RMSNorm."""
+    num_householder: int = option(1, min=1, max=64)
+    """Updates of the state per token; more than 1 is DeltaProduct."""
+    allow_negative_eigenvalues: bool = True
+    """Let the step size be in (0, 2), so that the state can change its sign (Grazzi et al. 2024); else in (0, 1)."""
+    conv_size: Optional[int] = option(4, min=2, max=2**10)
+    """Tokens of the causal convolution on queries, keys and values; null has none."""
+    kernel: Literal["torch", "fla"] = option("torch", affects="execution")
+    """Implementation of the recurrence; fla is the package flash-linear-attention, which runs on CUDA only and in
+    bfloat16."""
+
+    def find_errors(self) -> Errors:
+        """Yield the errors that involve several options."""
+        if self.hidden_size % self.num_heads:
+            yield "num_heads", f"{self.num_heads} does not divide hidden_size {self.hidden_size}"

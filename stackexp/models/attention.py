@@ -160,19 +160,28 @@ def load_backend(config: TransformerConfig) -> Backend:
     return functools.partial(flash_attn, window)
 
 
+# backend -> option, its value on other devices; package, its extra, the value without the package
+CUDA_BACKENDS = {
+    "varlen": ("model.attention", "sdpa", None, None, None),
+    "flash_attn": ("model.attention", "sdpa", "flash-attn", "flash", "varlen"),
+    "fla": ("model.kernel", "torch", "flash-linear-attention", "fla", "torch"),
+}
+
+
 def check_backend(backend: str, device_type: str) -> None:
     """Raise ConfigError if a backend cannot run on this device type in this installation."""
-    if backend not in ("varlen", "flash_attn"):
+    if backend not in CUDA_BACKENDS:
         return
+    option, elsewhere, package, extra, other = CUDA_BACKENDS[backend]
     if device_type != "cuda":
-        raise ConfigError(f"model.attention={backend} needs a CUDA device, not {device_type}; set model.attention=sdpa")
-    if backend == "flash_attn":
+        raise ConfigError(f"{option}={backend} needs a CUDA device, not {device_type}; set {option}={elsewhere}")
+    if package:
         try:
-            importlib.import_module("flash_attn")
+            importlib.import_module(backend)
         except ImportError as error:  # missing, or built for another torch
             raise ConfigError(
-                f"model.attention=flash_attn needs the package flash-attn ({first_line(error)}); "
-                "pip install 'stackexp[flash]', or set model.attention=varlen"
+                f"{option}={backend} needs the package {package} ({first_line(error)}); "
+                f"pip install 'stackexp[{extra}]', or set {option}={other}"
             ) from None
 
 

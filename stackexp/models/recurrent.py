@@ -37,8 +37,13 @@ class Recurrent(nn.Module):
         with torch.random.fork_rng([]):  # constructors draw nothing on a meta device, so undo their draws
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList(self.layer_type(config) for _ in range(config.num_layers))
+            self.norm = self.build_norm()
             self.head = nn.Linear(config.hidden_size, config.output_vocab_size or config.vocab_size)
         self.init_weights()
+
+    def build_norm(self) -> nn.Module:
+        """Return the normalization before the output projection."""
+        return nn.Identity()
 
     @property
     def output_head(self) -> Head:
@@ -69,7 +74,7 @@ class Recurrent(nn.Module):
                 cache.states[i] = state
         if cache:
             cache.length += tokens.shape[1]
-        entropy = h.new_zeros((), dtype=torch.float32)
+        h, entropy = self.norm(h), h.new_zeros((), dtype=torch.float32)
         if return_hidden:
             return DecoderOutput(None, entropy, probes if probe else None, h)
         return DecoderOutput(self.head(h), entropy, probes if probe else None)
@@ -83,9 +88,10 @@ class Recurrent(nn.Module):
         """Initialize all parameters; required after `to_empty` from the meta device."""
         with full_parameters(self.embedding):
             nn.init.normal_(self.embedding.weight)
-        for module in [*self.layers, self.head]:
+        for module in [*self.layers, self.norm, self.head]:
             with full_parameters(module):
-                module.reset_parameters()
+                if not isinstance(module, nn.Identity):
+                    module.reset_parameters()
 
     def num_parameters(self, memory: bool | None = None) -> int:
         """Count all parameters. All belong to the backbone (memory=False) and none to a memory (memory=True)."""

@@ -77,7 +77,8 @@ class TrainingModule(pl.LightningModule):
         self.warm_start: WarmStart | None = None
         self._is_configured = False
         device_type = config.trainer.device_type(torch.cuda.is_available())
-        check_backend(getattr(config.model, "attention", "sdpa"), device_type)
+        for option in ("attention", "kernel"):
+            check_backend(getattr(config.model, option, ""), device_type)
         with torch.device("meta") if config.trainer.is_sharded else contextlib.nullcontext():
             self.model = registry.build("model", config.model)
         self.model.checkpoint_blocks = config.trainer.recompute_mode
