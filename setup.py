@@ -56,6 +56,7 @@ setup(
         "tqdm>=4.66",
         "tabulate>=0.9",
         "argcomplete>=3.6",  # shell completion
+        "aalpy>=2",  # learns automata, for `certify`
         "safetensors>=0.5",
         "huggingface-hub>=0.30",  # split and index the files of an exported model
     ],

@@ -13,6 +13,7 @@ VERBS = {
     "evaluate": "score a run on downstream benchmarks",
     "generate": "continue a text with a trained model",
     "inspect": "show what the stacks of a run do",
+    "certify": "compare a run with the automaton of its task",
     "configs list": "list the shipped configs, recipes and section choices",
     "configs show": "print a resolved config with its size and cost",
     "configs explain": "explain a config key, or print all of them",

@@ -18,7 +18,7 @@ FLOORS = [
     {"training", "evaluation", "planning"},
     {"sweeps", "benchmarking"},
     {"reports"},
-    {"inspection", "export"},
+    {"inspection", "certification", "export"},
     {"verbs"},
     {"cli"},
     {"__main__"},

@@ -1,0 +1,193 @@
+"""Moore machines and pushdown automata: those of the tasks, their comparison and their text."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import numpy as np
+
+from stackexp.tasks import TASKS
+
+NO_STRING = -1  # the output for a string that is no input of the task, and its padding
+PUSH, POP, NO_OP = range(3)  # the order of a stack's action logits
+ACTIONS = ("push", "pop", "no-op")
+
+
+@dataclass(frozen=True)
+class Automaton:
+    """A Moore machine. State 0 is the initial state, and the states are numbered by breadth-first search."""
+
+    transitions: np.ndarray  # int64 [states, symbols]
+    outputs: np.ndarray  # int64 [states]: an answer symbol, or NO_STRING
+
+    @property
+    def num_states(self) -> int:
+        """The number of states."""
+        return len(self.outputs)
+
+    def run(self, strings: np.ndarray, state: int = 0) -> np.ndarray:
+        """Return the states after each symbol of strings [B, L]: int64 [B, L]."""
+        states = np.empty(strings.shape, np.int64)
+        current: np.ndarray | int = state
+        for i, symbols in enumerate(strings.T):
+            states[:, i] = current = self.transitions[current, symbols]
+        return states
+
+    def tabulate(self, length: int) -> list[np.ndarray]:
+        """Return the outputs of all strings of 0 .. `length` symbols; see `regular.tabulate`."""
+        states = [np.zeros(1, np.int64)]
+        for _ in range(length):
+            states.append(self.transitions[states[-1]].ravel())
+        return [self.outputs[row] for row in states]
+
+
+def build_automaton(start: Hashable, move: Callable, answer: Callable, num_symbols: int) -> Automaton:
+    """Return the machine of a rule: `move(state, symbol)` is the next state, `answer(state)` the output."""
+    numbers = {start: 0}
+    transitions = []
+    for state in (states := [start]):  # grows within the loop
+        row = []
+        for symbol in range(num_symbols):
+            target = move(state, symbol)
+            if target not in numbers:
+                numbers[target] = len(states)
+                states.append(target)
+            row.append(numbers[target])
+        transitions.append(row)
+    return Automaton(np.array(transitions), np.array([answer(state) for state in states]))
+
+
+def minimize(automaton: Automaton) -> Automaton:
+    """Return the smallest automaton with the same outputs: merge states that no string distinguishes (Moore 1956)."""
+    block, count = automaton.outputs, 0
+    while True:
+        rows = np.column_stack([block, block[automaton.transitions]])
+        _, block = np.unique(rows, axis=0, return_inverse=True)
+        block = block.ravel()
+        if block.max() + 1 == count:
+            break
+        count = block.max() + 1
+    first = {b: int(np.flatnonzero(block == b)[0]) for b in range(count)}
+    return build_automaton(
+        int(block[0]),
+        lambda b, symbol: int(block[automaton.transitions[first[b], symbol]]),
+        lambda b: int(automaton.outputs[first[b]]),
+        automaton.transitions.shape[1],
+    )
+
+
+def find_difference(first: Automaton, second: Automaton) -> tuple[int, ...] | None:
+    """Return the shortest string with different outputs, None if there is none.
+
+    Searches the product of both automata breadth first. The empty string does not count: it is no input of a task.
+    """
+    found: dict[tuple[int, int], tuple[int, ...]] = {(0, 0): ()}
+    for pair in (pairs := [(0, 0)]):  # grows within the loop
+        for symbol in range(first.transitions.shape[1]):
+            target = int(first.transitions[pair[0], symbol]), int(second.transitions[pair[1], symbol])
+            if first.outputs[target[0]] != second.outputs[target[1]]:
+                return (*found[pair], symbol)
+            if target not in found:
+                found[target] = (*found[pair], symbol)
+                pairs.append(target)
+    return None
+
+
+# The automata of the regular tasks, from their definitions and not from their generators
+
+
+def _move_first_and_last(state: tuple[int, ...], symbol: int) -> tuple[int, ...]:
+    return (state[0] if state else symbol, symbol)
+
+
+REGULAR: dict[str, Callable[[], Automaton]] = {
+    "even_pairs": lambda: build_automaton((), _move_first_and_last, lambda s: int(bool(s) and s[0] != s[1]), 2),
+    "parity_check": lambda: build_automaton(0, lambda state, symbol: (state + symbol) % 2, int, 2),
+    "cycle_navigation": lambda: build_automaton(0, lambda state, symbol: (state + symbol - 1) % 5, int, 3),
+}
+
+
+@dataclass(frozen=True)
+class Pushdown:
+    """A pushdown automaton whose action depends on the token only, and whose answer on the top of the stack only.
+
+    Tokens are the symbols, the first empty token and later empty tokens, in this order. A push pushes its own token. A
+    pop of an empty stack does nothing. After each empty token, the answer is that of the top of the stack.
+    """
+
+    actions: tuple[int, ...]  # of each token: PUSH, POP or NO_OP
+    answers: tuple[int, ...]  # of each symbol on top; NO_STRING for symbols that are never pushed
+    empty_answer: int  # of an empty stack; NO_STRING if the answer has ended before
+
+    def run(self, strings: np.ndarray, num_empty: int) -> np.ndarray:
+        """Return the answers [B, num_empty] of strings [B, L]. Nothing follows the answer of an empty stack."""
+        num_symbols, (rows, length) = len(self.answers), strings.shape
+        empty = np.full((rows, num_empty), num_symbols + 1)
+        empty[:, :1] = num_symbols
+        stack = np.full((rows, length + num_empty + 1), -1)  # the first element is below the bottom
+        height, every = np.zeros(rows, np.int64), np.arange(rows)
+        labels = np.array([*self.answers, self.empty_answer])
+        output = np.full((rows, num_empty), NO_STRING)
+        for i, tokens in enumerate(np.concatenate([strings, empty], 1).T):
+            actions = np.array(self.actions)[tokens]
+            height = np.maximum(height + (actions == PUSH) - (actions == POP), 0)
+            stack[every, height] = np.where(actions == PUSH, tokens, stack[every, height])
+            if i >= length:
+                output[:, i - length] = labels[stack[every, height]]
+        ended = np.cumsum(output == self.empty_answer, 1) - (output == self.empty_answer) > 0
+        return np.where(ended, NO_STRING, output)
+
+
+@dataclass(frozen=True)
+class StackTask:
+    """The pushdown automaton of a task and the strings that the task has."""
+
+    pushdown: Pushdown
+    may_follow: np.ndarray  # bool [symbols + 1, symbols]: symbols after each symbol, and in the last row at the start
+    is_last: np.ndarray  # bool [symbols]: symbols that may end a string of two or more symbols
+
+
+STACK_TASKS: dict[str, StackTask] = {
+    "reverse_string": StackTask(
+        Pushdown((PUSH, PUSH, NO_OP, POP), (0, 1), NO_STRING), np.ones((3, 2), bool), np.ones(2, bool)
+    ),
+    "stack_manipulation": StackTask(
+        Pushdown((PUSH, PUSH, POP, PUSH, PUSH, NO_OP, POP), (0, 1, NO_STRING, 0, 1), 2),
+        np.array([[1] * 5, [1] * 5, *[[0, 0, 1, 1, 1]] * 3, [1, 1, 0, 0, 0]], bool),
+        np.array([0, 0, 1, 1, 1], bool),
+    ),
+}
+
+
+# Text
+
+
+def format_string(symbols: tuple[str, ...], string: tuple[int, ...]) -> str:
+    """Return a string with runs of ten or more equal symbols written as (symbol x length)."""
+    separator = "" if all(len(symbol) == 1 for symbol in symbols) else " "
+    parts, start = [], 0
+    for end in range(1, len(string) + 1):
+        if end == len(string) or string[end] != string[start]:
+            symbol, count = symbols[string[start]], end - start
+            parts += [f"({symbol} x {count})"] if count >= 10 else [symbol] * count
+            start = end
+    return separator.join(parts)
+
+
+def describe_automaton(task: str, automaton: Automaton) -> dict[str, object]:
+    """Return the automaton for JSON, with the names of symbols and answers."""
+    answers = (*TASKS[task].answer_symbols, None)
+    rows = [dict(zip(TASKS[task].symbols, map(int, row), strict=True)) for row in automaton.transitions]
+    return {"initial": 0, "answers": [answers[i] for i in automaton.outputs], "transitions": rows}
+
+
+def describe_pushdown(task: str, automaton: Pushdown) -> dict[str, object]:
+    """Return the pushdown automaton for JSON, with the names of tokens and answers."""
+    symbols, answers = TASKS[task].symbols, (*TASKS[task].answer_symbols, None)
+    names = [ACTIONS[action] for action in automaton.actions]
+    return {
+        "actions": dict(zip((*symbols, "first empty token", "later empty tokens"), names, strict=True)),
+        "answer_by_top": {
+            name: answers[i] for name, i in zip(symbols, automaton.answers, strict=True) if i != NO_STRING
+        },
+        "answer_of_the_empty_stack": answers[automaton.empty_answer],
+    }

@@ -1,0 +1,391 @@
+"""Certify a run: extract its automaton, compare it with that of its task, and write what was proved and measured."""
+
+import copy
+import platform
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stackexp.certification import automata, brackets, picture, regular, stacks
+from stackexp.certification.automata import REGULAR, STACK_TASKS, Automaton, format_string
+from stackexp.certification.machine import Machine
+from stackexp.config.model import TransformerConfig
+from stackexp.errors import ConfigError, RunError
+from stackexp.evaluation.loading import LoadedRun, load_run
+from stackexp.files import write_json
+from stackexp.models.memories.stack import StackMemory
+from stackexp.models.transformer import Cache
+from stackexp.reports.report import save_figure
+from stackexp.tasks import TASKS
+
+SUPPORTED = (*REGULAR, *STACK_TASKS, brackets.TASK)
+EXHAUSTIVE_STRINGS = 100_000  # the default for `--exhaustive` has at most this many strings of full length
+EXHAUSTIVE_TOKENS = 120_000  # the same for stack tasks, in tokens
+PREFIXES = 20  # strings that one random stream gives
+HARDNESS = 1e4  # factor on the action logits: gaps above 0.002 give a probability of 1 in float32
+SEED = 44
+
+
+@dataclass
+class Certificate:
+    """The verdict with its reasons. `proved` and `measured` are sentences, `numbers` are by name."""
+
+    task: str
+    differs_at: list[tuple[int, ...]] = field(default_factory=list)
+    is_automaton: bool = False
+    agrees_up_to: int = 0
+    proved: list[str] = field(default_factory=list)
+    measured: list[str] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    automaton: dict[str, Any] | None = None
+    figure: Any = None
+
+    @property
+    def verdict(self) -> str:
+        """The line that the verb prints last."""
+        if self.differs_at:
+            return f"differs at {format_string(TASKS[self.task].symbols, min(self.differs_at, key=len))}"
+        return "is the automaton" if self.is_automaton else f"agrees up to {self.agrees_up_to}"
+
+
+def run(
+    path: str, ckpt_path: str | None, strings: int, max_length: int, exhaustive: int | None, out: str | None
+) -> int:
+    """Certify a run, print the certificate, and write certificate.json and automaton.png. Return 1 if it differs."""
+    started, loaded = time.monotonic(), load_run(path, ckpt_path)
+    task = check_run(loaded)
+    machine = Machine(loaded.model, TASKS[task].num_symbols)
+    print(f"{loaded.checkpoint}, {task}\n")
+    if task in REGULAR:
+        certificate = certify_regular(loaded, machine, strings, max_length, exhaustive)
+    elif task in STACK_TASKS:
+        certificate = certify_stack(loaded, machine, strings, max_length, exhaustive)
+    else:
+        certificate = list_missing_rules(machine)
+    folder = Path(out) if out else loaded.folder.path / "certificate"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_certificate(certificate, loaded, folder, time.monotonic() - started)
+    for title, lines in (("proved", certificate.proved), ("measured", certificate.measured)):
+        print("\n".join([f"{title}:", *(f"- {line}" for line in lines), ""]))
+    print(f"written: {folder}\n\nverdict: {certificate.verdict}")
+    return 1 if certificate.differs_at else 0
+
+
+def check_run(loaded: LoadedRun) -> str:
+    """Return the task of a run. Raises RunError or ConfigError if it cannot be certified."""
+    where, config = f"certify: {loaded.folder.path}", loaded.config
+    if config.data.kind != "formal_language":
+        raise ConfigError(f"{where}: trained on {config.data.kind}; give a run on a formal language")
+    task = config.data.task
+    if task not in SUPPORTED:
+        raise ConfigError(f"{where}: no automaton for task {task}; supported: {', '.join(SUPPORTED)}")
+    if not loaded.folder.result.is_file():
+        raise RunError(f"{where}: the run is not finished; resume it with fit --run")
+    memories = loaded.model.memories if isinstance(config.model, TransformerConfig) else []
+    if not memories or not isinstance(memories[0], StackMemory) or memories[0].axis == "depth":
+        raise ConfigError(f"{where}: the model has no stack over the tokens; give a run with model.memory.axis=time")
+    return task
+
+
+def certify_regular(
+    loaded: LoadedRun, machine: Machine, num_strings: int, max_length: int, exhaustive: int | None
+) -> Certificate:
+    """Certify a network on a regular task."""
+    task = TASKS[loaded.config.data.task]
+    symbols, expected = task.num_symbols, REGULAR[task.name]()
+    result, rng = Certificate(task.name), np.random.default_rng(SEED)
+    n = exhaustive or int(np.log(EXHAUSTIVE_STRINGS) / np.log(symbols))
+    table = regular.tabulate(machine, n, symbols)
+    streams = rng.integers(0, symbols, (max(1, num_strings // PREFIXES), max_length))
+    lengths = sorted(set(np.linspace(max_length / PREFIXES, max_length, PREFIXES).round().astype(int).tolist()))
+    drawn, contents = regular.sample(machine, streams, lengths)
+    differing = [answers.compare(expected) for answers in (table, drawn)]
+    result.differs_at += [first for _, first in differing if first is not None]
+    if not differing[0][0]:
+        result.agrees_up_to = n
+        result.proved.append(f"all {table.count - 1:,} strings of up to {n} symbols: network = automaton of the task")
+    learned = regular.learn(machine, [table, drawn], symbols, int(expected.outputs[0]))
+    describe_learned(result, task.name, learned, expected, [table, drawn], num_strings)
+    result.measured.append(
+        f"{drawn.count:,} random strings ({PREFIXES} prefixes of each of {len(streams)} streams) of up to "
+        f"{max_length:,} symbols: network and task differ on {differing[1][0]}"
+    )
+    add_loops(result, machine, expected, max_length)
+    add_closure(result, loaded, machine, learned, expected)
+    add_hard_regular(result, loaded, machine, table, drawn, streams, n, lengths)
+    states = np.stack([expected.run(strings)[:, -1] for strings in drawn.strings])
+    layers = regular.cluster_states(contents[len(contents) // 2 :], states[len(contents) // 2 :])
+    result.numbers["layers"] = layers
+    best = max(layers, key=lambda layer: layer["identified"])
+    result.measured.append(
+        f"the slots of layer {best['layer']} identify the state of the automaton in {best['identified']:.1%} of random "
+        f"strings; mean distance within a state / smallest distance between states: {best['within_over_between']:.2g}"
+    )
+    add_gap(result, loaded, min(table.gap, drawn.gap), streams[:8])
+    return result
+
+
+def describe_learned(
+    result: Certificate,
+    task: str,
+    learned: Automaton | None,
+    expected: Automaton,
+    tables: list[regular.Answers],
+    num_strings: int,
+) -> None:
+    """Compare the learned automaton with that of the task: their product, and random strings with the task's labels."""
+    if learned is None:
+        result.measured.append(f"L* found no automaton with fewer than {regular.MAX_QUERIES:,} queries")
+        return
+    result.automaton = automata.describe_automaton(task, learned)
+    result.figure = picture.draw_automaton(task, learned)
+    agreeing = sum(answers.compare(learned)[0] for answers in tables)
+    result.measured.append(
+        f"L* learned an automaton of {learned.num_states} states; it differs from the network on {agreeing} of "
+        f"{sum(answers.count for answers in tables):,} strings, all short and all random ones"
+    )
+    difference = automata.find_difference(learned, expected)
+    if difference is None:
+        result.proved.append(
+            "product of the learned and the task's automaton: equal on all strings of any length; each state of the "
+            "learned automaton has a string that reaches it, and each pair a string that distinguishes it"
+        )
+    else:
+        shown = format_string(TASKS[task].symbols, difference)
+        result.proved.append(f"product of the learned and the task's automaton: the shortest difference is {shown}")
+    rng, wrong, rows = np.random.default_rng(SEED + 1), 0, 100
+    for length in np.linspace(1, 1000, max(1, num_strings // rows)).astype(int):
+        batch = TASKS[task].sample(rng, rows, int(length))
+        wrong += int((learned.outputs[learned.run(batch.inputs)[:, -1]] != batch.targets[:, 0]).sum())
+    result.numbers["automaton_differs_from_labels"] = wrong
+    result.measured.append(f"{num_strings:,} random strings of up to 1,000 symbols: automaton and labels of the task "
+                           f"differ on {wrong}")  # fmt: skip
+
+
+def add_loops(result: Certificate, machine: Machine, expected: Automaton, max_length: int) -> None:
+    """Repeat short words in every state, up to and beyond the maximum length."""
+    longest = 5 * max_length
+    first, count, repeated = regular.repeat_loops(machine, expected, longest)
+    symbols = TASKS[result.task].symbols
+    if first is None:
+        result.measured.append(
+            f"{count} loops (each word of up to two symbols in each state) of up to {longest:,} symbols: no "
+            f"difference; the state of {repeated} repeats bit for bit"
+        )
+    elif len(first) <= max_length:
+        result.differs_at.append(first)
+        result.measured.append(
+            f"{count} loops (each word of up to two symbols in each state): the network differs at "
+            f"{format_string(symbols, first)}, a string of {len(first)} symbols"
+        )
+    else:
+        result.numbers["limit"] = {"string": format_string(symbols, first), "length": len(first)}
+        result.measured.append(
+            f"limit: beyond {max_length:,} symbols the network differs at {format_string(symbols, first)}, found by "
+            f"repeating short words; so it is not the automaton for strings of every length"
+        )
+
+
+def add_closure(
+    result: Certificate, loaded: LoadedRun, machine: Machine, learned: Automaton | None, expected: Automaton
+) -> None:
+    """Try to prove the network equal to the automaton by enumerating all states that it reaches."""
+    model = loaded.config.model
+    is_shift_invariant = model.positional in ("none", "alibi") and model.attention_window
+    memory = machine.model.memories[0].config
+    depends_on_slots_only = memory.read == "top" and memory.discipline == "stack"
+    closed = None
+    if is_shift_invariant and depends_on_slots_only:
+        closed = regular.close_states(machine, TASKS[result.task].num_symbols)
+    if closed is None:
+        result.measured.append(
+            f"no proof for all lengths: the network reaches more than {regular.MAX_STATES:,} different states"
+            if is_shift_invariant and depends_on_slots_only
+            else "no proof for all lengths: the state of the network grows with the string"
+        )
+        return
+    states, count = closed
+    minimal = regular.merge_states(states, int(expected.outputs[0]))
+    difference = automata.find_difference(minimal, expected)
+    if difference is not None:
+        result.differs_at.append(difference)
+        return
+    result.is_automaton = not result.differs_at
+    result.numbers["reached_states"] = count
+    result.proved.append(
+        f"strings of every length reach only {count:,} states, compared bit for bit, in float32 on this processor; "
+        f"merged by their answers they are the automaton of the task, so the network is the automaton"
+    )
+
+
+def add_hard_regular(
+    result: Certificate,
+    loaded: LoadedRun,
+    machine: Machine,
+    table: regular.Answers,
+    drawn: regular.Answers,
+    streams: np.ndarray,
+    n: int,
+    lengths: list[int],
+) -> None:
+    """Compare with the network whose actions are one-hot."""
+    hard = Machine(harden(loaded), machine.empty_token)
+    short = regular.tabulate(hard, max(1, n - 3), TASKS[result.task].num_symbols)
+    rows = streams[: max(1, len(streams) // 10)]
+    long, _ = regular.sample(hard, rows, lengths)
+    wrong = sum(int((a != b[: len(a)]).sum()) for a, b in zip(short.answers[1:], table.answers[1:], strict=False))
+    wrong += sum(int((a != b[: len(a)]).sum()) for a, b in zip(long.answers, drawn.answers, strict=True))
+    result.numbers["hardened_differs"] = wrong
+    result.measured.append(
+        f"with hard actions (logits x {HARDNESS:.0e}): {wrong} other answers on all strings of up to {max(1, n - 3)} "
+        f"symbols and {long.count:,} random ones"
+    )
+
+
+def harden(loaded: LoadedRun) -> Any:
+    """Return the model with actions of probability 0 or 1, except for gaps that are nearly 0."""
+    sharpness = loaded.config.model.memory.action_sharpness
+    return loaded.modify(action_sharpness=HARDNESS * sharpness).model
+
+
+def add_gap(result: Certificate, loaded: LoadedRun, gap: float, strings: np.ndarray) -> None:
+    """Compare the smallest gap of the answers with the rounding error of the logits, from the model in float64."""
+    exact = copy.deepcopy(loaded.model).double()
+    logits = []
+    for model in (loaded.model, exact):
+        machine = Machine(model, TASKS[result.task].num_symbols)
+        logits.append(machine.answer(machine.read(Cache(), strings), len(strings)).double())
+    error = float((logits[0] - logits[1]).abs().max())
+    result.numbers |= {"smallest_answer_gap": gap, "rounding_error": error}
+    result.measured.append(
+        f"smallest gap between the two largest logits of an answer: {gap:.3g}; float32 against float64 at "
+        f"{strings.shape[1]:,} symbols: {error:.2g}"
+    )
+
+
+def certify_stack(
+    loaded: LoadedRun, machine: Machine, num_strings: int, max_length: int, exhaustive: int | None
+) -> Certificate:
+    """Certify a network on a stack task."""
+    task = TASKS[loaded.config.data.task]
+    expected, result, rng = STACK_TASKS[task.name], Certificate(task.name), np.random.default_rng(SEED)
+    n = exhaustive or max(n for n in range(1, 20) if stacks.count_work(expected, n) < EXHAUSTIVE_TOKENS or n == 1)
+    short = stacks.compare_all(machine, expected, task.output_length, n)
+    num_slots = machine.model.memories[0].num_slots
+    longest = min(max_length, num_slots)
+    lengths = np.geomspace(1, longest, 4 * PREFIXES).round().astype(int)
+    batches = [task.sample(rng, max(1, num_strings // len(lengths)), int(length)) for length in lengths]
+    labels_differ = sum(_count_wrong_labels(expected, batch) for batch in batches)
+    long = stacks.compare_random(machine, expected, task.output_length, [batch.inputs for batch in batches])
+    result.differs_at += [found.first for found in (short, long) if found.first is not None]
+    if not short.differing:
+        result.agrees_up_to = n
+        result.proved.append(
+            f"all {short.count:,} strings of up to {n} symbols: network = pushdown automaton of the task"
+        )
+    sample = task.sample(rng, 32, longest).inputs
+    add_heads(result, machine, expected, sample, task.output_length(longest))
+    result.measured += [
+        f"{long.count:,} random strings of up to {longest:,} symbols, lengths in geometric steps: network and pushdown "
+        f"automaton differ on {long.differing}",
+        f"the same strings: pushdown automaton and labels of the task differ on {labels_differ}",
+        f"the stack has {num_slots} slots (eval_num_slots): longer contents are lost",
+    ]
+    result.numbers |= {"automaton_differs_from_labels": labels_differ, "num_slots": num_slots}
+    hard = Machine(harden(loaded), machine.empty_token)
+    few = [batch.inputs[: max(1, len(batch.inputs) // 10)] for batch in batches]
+    hardened = stacks.compare_random(hard, expected, task.output_length, few)
+    result.numbers["hardened_differs"] = hardened.differing
+    result.measured.append(
+        f"with hard actions (logits x {HARDNESS:.0e}): wrong on {hardened.differing} of {hardened.count:,} random "
+        f"strings"
+    )
+    add_gap(result, loaded, min(short.gap, long.gap), sample[:4])
+    result.automaton = automata.describe_pushdown(task.name, expected.pushdown)
+    result.figure = picture.draw_pushdown(task.name, expected.pushdown)
+    return result
+
+
+def _count_wrong_labels(task: automata.StackTask, batch: Any) -> int:
+    answers = task.pushdown.run(batch.inputs, batch.targets.shape[1])
+    return int(((answers != np.where(batch.mask, batch.targets, automata.NO_STRING)).any(1)).sum())
+
+
+def add_heads(
+    result: Certificate, machine: Machine, expected: automata.StackTask, sample: np.ndarray, num_empty: int
+) -> None:
+    """Name the heads that are the stack, and the argument by which they extend to longer strings."""
+    heads = stacks.find_stack_heads(machine.model, expected, machine.empty_token, sample, num_empty)
+    result.numbers["stack_heads"] = [
+        {k: v for k, v in h.items() if k != "pushdown"} | {"actions": stacks.describe_actions(h["pushdown"])}
+        for h in heads
+    ]
+    if not heads:
+        result.measured.append("no head is a stack of the symbols: its actions depend on more than the token")
+        return
+    best = min(heads, key=lambda head: head["largest_leak_of_a_string"])
+    is_equal = best["pushdown"] == expected.pushdown
+    where = f"layer {best['layer']}, head {best['head']}"
+    result.measured += [
+        f"{len(heads)} heads act by the token alone on {len(sample)} strings of {sample.shape[1]} symbols and have the "
+        f"answer on top; the sharpest is {where}: actions {stacks.describe_actions(best['pushdown'])} (symbols, first "
+        f"empty token, later ones), smallest probability {best['smallest_action_probability']:.6f} (logit gap "
+        f"{best['smallest_action_gap']:.3g}), sum of the missing probability over a string at most "
+        f"{best['largest_leak_of_a_string']:.2g}",
+        f"{where}: the read identifies the symbol on top in {best['read_identifies_the_top_symbol']:.2%}; it differs "
+        f"from that of a hard stack by at most {best['read_error']:.2g} of a push",
+    ]
+    if is_equal:
+        result.proved.append(
+            f"product of the pushdown automaton extracted from {where} and the task's: the same action for every token "
+            f"and the same answer for every top, so they are equal on strings of any length. The network equals the "
+            f"extracted automaton as long as its actions and reads keep the measured margins: this part is measured, "
+            f"not proved"
+        )
+
+
+def list_missing_rules(machine: Machine) -> Certificate:
+    """List the rules of modular arithmetic with brackets that a network lacks."""
+    result, missing = Certificate(brackets.TASK), brackets.find_missing_rules(machine)
+    result.numbers["missing_rules"] = missing
+    symbols = TASKS[brackets.TASK].symbols
+    for rule in missing:
+        expressions = rule["wrong_expressions"]
+        result.differs_at += [tuple(map(symbols.index, text)) for text in expressions]
+        result.measured.append(
+            f"{rule['operation']} with {rule['depth']} more brackets on the {rule['side']}: {len(expressions)} of "
+            f"{rule['of']} wrong, such as {expressions[0]}"
+        )
+    result.agrees_up_to = 5
+    result.measured.append(
+        f"rules checked: + - * of all pairs of digits, -d, inside up to {brackets.MAX_DEPTH} brackets"
+    )
+    return result
+
+
+def write_certificate(result: Certificate, loaded: LoadedRun, folder: Path, seconds: float) -> None:
+    """Write certificate.json and automaton.png."""
+    command = " ".join(["python -m stackexp certify", *sys.argv[2:]]) if len(sys.argv) > 1 else None
+    write_json(
+        folder / "certificate.json",
+        {
+            "verdict": result.verdict,
+            "task": result.task,
+            "command": command,
+            "checkpoint": loaded.checkpoint.name,
+            "proved": result.proved,
+            "measured": result.measured,
+            "automaton": result.automaton,
+            "numbers": result.numbers,
+            "seconds": round(seconds, 1),
+            "torch": torch.__version__,
+            "processor": platform.machine(),
+        },
+    )
+    if result.figure is not None:
+        save_figure(result.figure, folder / "automaton.png")

@@ -1,0 +1,68 @@
+"""A trained network as a machine: it reads symbols and answers, batch by batch, from states that can be copied."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from stackexp.models.transformer import Cache
+
+CHUNK = 64  # tokens read at once: longer chunks compute a larger part of windowed attention in vain
+
+
+@dataclass
+class Machine:
+    """A network with its caches as states. All rows of a cache have read the same number of tokens."""
+
+    model: Any
+    empty_token: int
+
+    @torch.no_grad()
+    def read(self, cache: Cache, tokens: np.ndarray) -> Cache:
+        """Return the state after tokens [B, T]."""
+        cache = copy_cache(cache)
+        for part in torch.from_numpy(np.ascontiguousarray(tokens)).split(CHUNK, 1):
+            self.model(part, cache, return_hidden=True)
+        return cache
+
+    @torch.no_grad()
+    def answer(self, cache: Cache, rows: int, count: int = 1) -> Tensor:
+        """Return the logits [B, count, A] of the next `count` empty tokens."""
+        cache, tokens = copy_cache(cache), torch.full((rows, count), self.empty_token)
+        return torch.cat([self.model(part, cache).logits for part in tokens.split(CHUNK, 1)], 1)
+
+
+def copy_cache(cache: Cache) -> Cache:
+    """Return a copy that `forward` may advance. Tensors are shared, because none is changed in place."""
+    assert cache.max_length is None
+    return Cache(cache.length, dict(cache.keys_values), dict(cache.states))
+
+
+def select_rows(cache: Cache, rows: Any) -> Cache:
+    """Return the state of some rows, an index into the batch."""
+    chosen = tree_map(lambda x: x[rows], (cache.keys_values, cache.states))
+    return Cache(cache.length, *chosen)
+
+
+def flatten_stacks(cache: Cache) -> dict[int, Tensor]:
+    """Return the slots of each layer's stack, flattened: {layer: [B, H * S * D]}."""
+    return {layer: state.slots.flatten(1) for layer, state in cache.states.items()}
+
+
+def hash_rows(cache: Cache) -> list[bytes]:
+    """Return the bits of each row that determine all later outputs: keys, values and slots.
+
+    Without a global read, the occupancy of the slots influences nothing.
+    """
+    tensors = tree_flatten([cache.keys_values, [state.slots for state in cache.states.values()]])[0]
+    rows = torch.cat([x.flatten(1) for x in tensors], 1) + 0.0  # -0.0 and 0.0 are one state
+    return [row.tobytes() for row in rows.numpy()]
+
+
+def measure_gaps(logits: Tensor) -> np.ndarray:
+    """Return the largest minus the second largest of logits [..., A]: [...]."""
+    largest = logits.topk(2, -1).values
+    return (largest[..., 0] - largest[..., 1]).numpy()

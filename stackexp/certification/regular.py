@@ -1,0 +1,249 @@
+"""Certify a network on a regular task: tables of all short strings, random strings, loops, L*, exact repetition."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from aalpy.base import SUL, Oracle
+from aalpy.learning_algs import run_Lstar
+
+from stackexp.certification.automata import Automaton, build_automaton, minimize
+from stackexp.certification.machine import Machine, flatten_stacks, hash_rows, measure_gaps, select_rows
+from stackexp.models.transformer import Cache
+
+ROWS = 2048  # strings processed at once
+MAX_STATES = 4096  # of the search for exact repetition
+MAX_QUERIES = 1000  # prefixes of queries of L*; the automata of the tasks need about a hundred
+LOOP_CHUNK = 100  # symbols between two answers of a loop
+
+
+@dataclass
+class Answers:
+    """The network's answers to strings, with the smallest gap between its two largest logits."""
+
+    strings: list[np.ndarray]  # [B, L] for each length
+    answers: list[np.ndarray]  # [B] for each length
+    gap: float = float("inf")
+
+    @property
+    def count(self) -> int:
+        """The number of strings."""
+        return sum(map(len, self.answers))
+
+    def compare(self, automaton: Automaton) -> tuple[int, tuple[int, ...] | None]:
+        """Return on how many strings the automaton differs, and the first one; the empty string does not count."""
+        differing, first = 0, None
+        for strings, answers in zip(self.strings, self.answers, strict=True):
+            if not strings.shape[1]:
+                continue
+            wrong = np.flatnonzero(automaton.outputs[automaton.run(strings)[:, -1]] != answers)
+            differing += len(wrong)
+            if first is None and len(wrong):
+                first = tuple(map(int, strings[wrong[0]]))
+        return differing, first
+
+
+def ask(machine: Machine, cache: Cache, rows: int) -> tuple[np.ndarray, float]:
+    """Return the answers [B] to the strings read so far, and the smallest gap."""
+    logits = machine.answer(cache, rows)[:, 0]
+    return logits.argmax(-1).numpy(), float(measure_gaps(logits).min())
+
+
+def tabulate(machine: Machine, length: int, num_symbols: int) -> Answers:
+    """Return the answers to all strings of 1 .. `length` symbols, each length in lexicographic order."""
+    numbers = [np.arange(num_symbols**n) for n in range(length + 1)]
+    strings = [np.stack([row // num_symbols**i % num_symbols for i in reversed(range(n))], 1) if n else
+               np.zeros((1, 0), np.int64) for n, row in enumerate(numbers)]  # fmt: skip
+    table = Answers(strings, [np.full(len(row), -1) for row in numbers])
+    waiting = [(Cache(), np.zeros(1, np.int64), 0)]
+    while waiting:  # depth first, so that few states are held
+        cache, prefixes, depth = waiting.pop()
+        if depth:
+            table.answers[depth][prefixes], gap = ask(machine, cache, len(prefixes))
+            table.gap = min(table.gap, gap)
+        if depth == length:
+            continue
+        parents = np.repeat(np.arange(len(prefixes)), num_symbols)
+        children = (prefixes[:, None] * num_symbols + np.arange(num_symbols)).ravel()
+        for start in range(0, len(children), ROWS):
+            part = slice(start, start + ROWS)
+            symbols = strings[depth + 1][children[part], -1:]
+            waiting.append((machine.read(select_rows(cache, parents[part]), symbols), children[part], depth + 1))
+    return table
+
+
+def sample(machine: Machine, streams: np.ndarray, lengths: Sequence[int]) -> tuple[Answers, list[dict[int, Any]]]:
+    """Return the answers to the prefixes of random strings [B, L] at some lengths, and the stack contents there."""
+    found, contents, cache, read = Answers([], []), [], Cache(), 0
+    for length in lengths:
+        cache, read = machine.read(cache, streams[:, read:length]), length
+        answers, gap = ask(machine, cache, len(streams))
+        found.strings.append(streams[:, :length])
+        found.answers.append(answers)
+        found.gap = min(found.gap, gap)
+        contents.append(flatten_stacks(cache))
+    return found, contents
+
+
+def repeat_loops(machine: Machine, automaton: Automaton, length: int) -> tuple[tuple[int, ...] | None, int, int]:
+    """Repeat every word of one or two symbols after a shortest string to each state of the automaton.
+
+    Returns:
+        The shortest string with an answer that differs from the automaton's, up to `length` symbols.
+        The number of loops.
+        The number of loops in which the network's state repeats bit for bit, so that it never changes again.
+    """
+    num_symbols = automaton.transitions.shape[1]
+    words: list[tuple[int, ...]] = [(symbol,) * 2 for symbol in range(num_symbols)]
+    words += [word for word in product(range(num_symbols), repeat=2) if word[0] != word[1]]
+    access: dict[int, tuple[int, ...]] = {0: ()}
+    for state in (reached := [0]):  # grows within the loop
+        for symbol in range(num_symbols):
+            if (target := int(automaton.transitions[state, symbol])) not in access:
+                access[target] = (*access[state], symbol)
+                reached.append(target)
+    loops = [(access[state], word) for state in reached for word in words]
+    strings = np.array([[*start, *word * length][:length] for start, word in loops])
+    states, cache, previous, repeated = automaton.run(strings), Cache(), [b""] * len(loops), 0
+    for start in range(0, length, LOOP_CHUNK):
+        before, end = cache, min(start + LOOP_CHUNK, length)
+        cache = machine.read(cache, strings[:, start:end])
+        if (ask(machine, cache, len(loops))[0] != automaton.outputs[states[:, end - 1]]).any():
+            for i in range(start, end):  # find the first symbol after which an answer differs
+                before = machine.read(before, strings[:, i : i + 1])
+                wrong = np.flatnonzero(ask(machine, before, len(loops))[0] != automaton.outputs[states[:, i]])
+                if len(wrong):
+                    return tuple(map(int, strings[wrong[0], : i + 1])), len(loops), repeated
+        current = hash_rows(cache)
+        repeated = sum(a == b for a, b in zip(current, previous, strict=True))
+        previous = current
+        if repeated == len(loops):
+            break
+    return None, len(loops), repeated
+
+
+class _QueryLimitError(Exception):
+    """Raised when L* asks more than MAX_QUERIES strings, so that there is no small automaton."""
+
+
+class _Network(SUL):
+    """The network as aalpy's system under learning: the outputs are its answers after each symbol.
+
+    The empty string is no input of a task. Its output is that of the task's automaton, so that both have one form.
+    """
+
+    def __init__(self, machine: Machine, empty_answer: int) -> None:
+        super().__init__()
+        self.machine = machine
+        self.known: dict[tuple[int, ...], tuple[Cache, int]] = {(): (Cache(), empty_answer)}
+
+    def pre(self) -> None:
+        self.word: tuple[int, ...] = ()
+
+    def post(self) -> None:
+        if len(self.known) > MAX_QUERIES:
+            raise _QueryLimitError
+
+    def step(self, letter: int | None) -> int:
+        before, self.word = self.word, self.word if letter is None else (*self.word, letter)
+        if self.word not in self.known:
+            cache = self.machine.read(self.known[before][0], np.array([[letter]]))
+            self.known[self.word] = cache, int(ask(self.machine, cache, 1)[0][0])
+        return self.known[self.word][1]
+
+
+class _Tables(Oracle):
+    """An equivalence oracle of strings whose answers are known."""
+
+    def __init__(self, alphabet: list[int], sul: SUL, tables: list[Answers]) -> None:
+        super().__init__(alphabet, sul)
+        self.tables = tables
+
+    def find_cex(self, hypothesis: Any) -> tuple[int, ...] | None:
+        automaton = convert(hypothesis, len(self.alphabet))
+        return next((first for table in self.tables if (first := table.compare(automaton)[1])), None)
+
+
+def convert(hypothesis: Any, num_symbols: int) -> Automaton:
+    """Return a Moore machine of aalpy as an automaton."""
+    return build_automaton(
+        hypothesis.initial_state, lambda s, symbol: s.transitions[symbol], lambda s: s.output, num_symbols
+    )
+
+
+def learn(machine: Machine, tables: list[Answers], num_symbols: int, empty_answer: int) -> Automaton | None:
+    """Learn the network's automaton by L*: the smallest one that agrees with all tables; None if there is no small one.
+
+    Each counterexample of the tables adds at least one state (Angluin 1987; Rivest & Schapire 1993).
+    """
+    sul, symbols = _Network(machine, empty_answer), list(range(num_symbols))
+    try:
+        found = run_Lstar(symbols, sul, _Tables(symbols, sul, tables), automaton_type="moore", print_level=0)
+    except _QueryLimitError:
+        return None
+    return convert(found, num_symbols)
+
+
+def close_states(machine: Machine, num_symbols: int) -> tuple[Automaton, int] | None:
+    """Return the automaton of all states that the network reaches, and their number; None if they are too many.
+
+    States are equal if their bits are. If the search ends, it is a proof by enumeration: every string of any length
+    leads to one of these states. A product may depend on the row of the batch, so each transition is computed in two
+    different rows, and must be the same.
+    """
+    numbers: dict[bytes, int] = {b"": 0}
+    transitions, answers = [], [-1]
+    frontier, ids = Cache(), np.zeros(1, np.int64)
+    while len(ids):
+        parents = np.repeat(np.arange(len(ids)), num_symbols)
+        tokens = np.tile(np.arange(num_symbols), len(ids))[:, None]
+        after = machine.read(select_rows(frontier, parents), tokens)
+        again = machine.read(select_rows(frontier, parents[::-1].copy()), tokens[::-1])
+        keys = hash_rows(after)
+        if keys != hash_rows(again)[::-1]:
+            return None
+        new = [i for i, key in enumerate(keys) if numbers.setdefault(key, len(numbers)) >= len(answers)]
+        first = {numbers[keys[i]]: i for i in reversed(new)}
+        rows = [first[number] for number in sorted(first)]
+        transitions += [numbers[key] for key in keys]
+        if len(numbers) > MAX_STATES:
+            return None
+        ids, frontier = np.array(sorted(first), dtype=np.int64), select_rows(after, rows)
+        if rows:
+            answers += list(ask(machine, frontier, len(rows))[0])
+    table = np.array(transitions).reshape(-1, num_symbols)
+    return Automaton(table, np.array(answers)), len(numbers)
+
+
+def merge_states(closed: Automaton, empty_answer: int) -> Automaton:
+    """Return the smallest automaton of all reached states; the empty string has the answer of the task's automaton."""
+    return minimize(Automaton(closed.transitions, np.array([empty_answer, *closed.outputs[1:]])))
+
+
+def cluster_states(contents: list[dict[int, torch.Tensor]], states: np.ndarray) -> list[dict[str, Any]]:
+    """Measure for each layer how the contents of its stack cluster by the state of the automaton.
+
+    Args:
+        contents: {layer: [B, values]} at several lengths.
+        states: The state of the automaton of each string at each length, [lengths, B].
+
+    Returns:
+        For each layer, the share of contents whose nearest center is that of their state; the centers are means over
+        the other half of the strings. And the mean distance within a state over the smallest between two centers.
+    """
+    layers, (num_lengths, rows), labels = [], states.shape, torch.from_numpy(states)
+    half = torch.arange(rows) < rows // 2
+    for layer in contents[-1]:
+        values = torch.stack([of_length[layer] for of_length in contents[-num_lengths:]])  # [lengths, B, values]
+        known = sorted(set(states.ravel().tolist()))
+        centers = torch.stack([values[:, half][labels[:, half] == state].mean(0) for state in known])
+        distances = torch.cdist(values[:, ~half].flatten(0, 1), centers)
+        expected = torch.tensor([known.index(s) for s in labels[:, ~half].flatten().tolist()])
+        between = torch.pdist(centers).min() if len(known) > 1 else torch.tensor(float("nan"))
+        within = distances.gather(1, expected[:, None]).mean()
+        right = (distances.argmin(1) == expected).float().mean()
+        layers.append({"layer": layer, "identified": float(right), "within_over_between": float(within / between)})
+    return layers

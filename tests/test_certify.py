@@ -1,0 +1,309 @@
+"""The verb `certify`, on networks whose automaton is known, against brute force, labels of tasks and aalpy."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from aalpy.automata import MooreMachine
+from aalpy.utils import bisimilar
+from safetensors.torch import save_file
+
+from stackexp import cli, runs
+from stackexp.certification import brackets, regular, stacks
+from stackexp.certification.automata import (
+    NO_STRING,
+    REGULAR,
+    STACK_TASKS,
+    Automaton,
+    find_difference,
+    format_string,
+    minimize,
+)
+from stackexp.certification.machine import Machine
+from stackexp.config.compose import compose
+from stackexp.evaluation.loading import load_run
+from stackexp.tasks import TASKS
+from stackexp.training.objectives import build_objective
+
+SMALL = [
+    *("model.num_layers=1", "model.hidden_size=8", "model.num_heads=1", "model.num_kv_heads=1"),
+    *("model.intermediate_size=8", "model.positional=none", "model.memory.num_heads=1", "model.memory.head_dim=2"),
+]
+K = 12.0  # tanh(K) is 1 in float32
+
+
+def write_run(folder, config: str, *overrides: str, weights=None, finished: bool = True):
+    """Write a run folder as `fit` leaves it. Returns the arguments of `certify` for a file of these weights."""
+    config = compose([config], [*overrides, f"logging.root={folder}", "logging.loggers=[]"])
+    run = runs.allocate_run(config)
+    path = run.path / "weights.safetensors"
+    with run.start_session(config):
+        state = {k: v.clone() for k, v in build_objective(config).build_module().model.state_dict().items()}
+        save_file(state if weights is None else weights(state), path)
+    if finished:
+        run.result.write_text("{}")
+    return ["--run", str(run.path), "--ckpt_path", str(path), "--out", str(folder / "certificate")]
+
+
+def build_parity(state):
+    """Compute parity: the slot is 0 or 1, and the gated feedback tanh(K (2 s - 1)) tanh(+-K) keeps or flips it.
+
+    Hidden features: 0 the constant, 1 the sign of the symbol (a and empty: +1, b: -1), 2 the read.
+    """
+    for name, weight in state.items():
+        weight.fill_(1.0 if "norm" in name or name.endswith("gate") else 0.0)
+    memory = "layers.0.memory."
+    state["embedding.weight"][:, 0] = 1
+    state["embedding.weight"][:, 1] = torch.tensor([1.0, -1.0, 1.0])
+    state[memory + "down"][0, 0] = 0.5
+    state[memory + "feedback"][0, 0] = 0.5
+    state[memory + "feedback_token"][0, 0], state[memory + "feedback_token"][1, 1] = -K, K
+    state[memory + "feedback_read"][0, 0] = 2 * K
+    state[memory + "actions"][0, 0, 0] = 60  # always push; the other actions have probability 0
+    state[memory + "actions"][0, 1:, 0] = -60
+    state[memory + "up"][2, 0] = 1
+    state["head.weight"][1, 2], state["head.weight"][1, 0] = 2, -1
+    state["head.weight"][1, 5] = 1  # of a feature that is always 0
+    return state
+
+
+def parity_options(units: int = 1) -> list[str]:
+    memory = f"model.memory.feedback_hidden_size={units}"
+    return ["formal/stacktrans/cycle_navigation", "data.task=parity_check", "model.memory.action_sharpness=1", memory]
+
+
+def build_reverse(state):
+    """Push symbols, wait at the first empty token, pop at later ones; attention over two tokens finds the first.
+
+    Hidden features: 0 the constant, 1 the sign of the symbol, 2 whether it is one, 3 attention to feature 2, 4 read.
+    """
+    for name, weight in state.items():
+        weight.fill_(1.0 if "norm" in name or name.endswith("gate") else 0.0)
+    memory, rms = "layers.0.memory.", (6 / 8) ** 0.5
+    state["embedding.weight"][:, 0] = torch.tensor([2.0, 2.0, 6.0**0.5])  # so that every token has the same norm
+    state["embedding.weight"][:2, 1] = torch.tensor([-1.0, 1.0])
+    state["embedding.weight"][:2, 2] = 1
+    state["layers.0.attention.v_proj.weight"][0, 2] = 1
+    state["layers.0.attention.o_proj.weight"][3, 0] = rms
+    state[memory + "down"][0, 1] = 1
+    state[memory + "actions"][0, 0, 2], state[memory + "actions"][0, 0, 0] = 200, -40  # push
+    state[memory + "actions"][0, 2, 3], state[memory + "actions"][0, 2, 2] = 160, -160  # no-op
+    state[memory + "actions"][0, 2, 0] = -16
+    state[memory + "up"][4, 0] = 1
+    state["head.weight"][:, 4] = torch.tensor([-3.0, 3.0])
+    return state
+
+
+REVERSE = [
+    *("formal/stacktrans/reverse_string", *SMALL, "model.attention_window=2", "model.memory.action_input=hidden"),
+    *("model.memory.eval_num_slots=64",),
+]
+
+
+def flip(build, name: str, index: tuple[int, ...]):
+    def weights(state):
+        build(state)[name][index] *= -1
+        return state
+
+    return weights
+
+
+def certify(capsys, arguments, *options: str) -> tuple[int, str, dict]:
+    code = cli.main(["certify", *arguments, "--strings", "200", "--max_length", "60", *options])
+    printed = capsys.readouterr().out
+    record = json.loads(Path(arguments[-1], "certificate.json").read_text())
+    assert printed.endswith(f"verdict: {record['verdict']}\n")
+    return code, printed, record
+
+
+@pytest.mark.parametrize("task", REGULAR)
+def test_automata_of_regular_tasks_have_the_labels(task):
+    automaton, rng = REGULAR[task](), np.random.default_rng(0)
+    for length in (*range(1, 13), 200):
+        batch = TASKS[task].sample(rng, 100, length)
+        answers = automaton.outputs[automaton.run(batch.inputs)[:, -1]]
+        assert (answers == batch.targets[:, 0]).all()
+    assert minimize(automaton).num_states == automaton.num_states == {"parity_check": 2}.get(task, 5)
+
+
+@pytest.mark.parametrize("task", STACK_TASKS)
+def test_pushdown_automata_have_the_labels(task):
+    rng = np.random.default_rng(0)
+    known = STACK_TASKS[task]
+    listed = {n: set(map(tuple, s[ends])) for n, s, _, ends in stacks.list_strings(known, 5)}
+    for length in (*range(1, 13), 100):
+        batch = TASKS[task].sample(rng, 300, length)
+        answers = known.pushdown.run(batch.inputs, batch.targets.shape[1])
+        np.testing.assert_array_equal(answers, np.where(batch.mask, batch.targets, NO_STRING))
+        assert length > 5 or set(map(tuple, batch.inputs)) <= listed[length]
+    drawn = {tuple(row) for _ in range(20) for row in TASKS[task].sample(rng, 1000, 4).inputs}
+    assert drawn == listed[4], "every string of the list is a string of the task"
+
+
+def test_automata_are_compared_as_by_brute_force_and_aalpy():
+    rng = np.random.default_rng(1)
+    strings = [s for n in range(1, 9) for s in itertools.product(range(2), repeat=n)]
+    differing = 0
+    for _ in range(60):
+        first = Automaton(rng.integers(0, 3, (3, 2)), rng.integers(0, 2, 3))
+        second = Automaton(rng.integers(0, 3, (3, 2)), rng.integers(0, 2, 3))
+        outputs = [[a.outputs[a.run(np.array([s]))[0, -1]] for s in strings] for a in (first, second)]
+        expected = next((s for s, a, b in zip(strings, *outputs, strict=True) if a != b), None)
+        found = find_difference(first, second)
+        assert (found and len(found)) == (expected and len(expected))
+        differing += found is not None
+        small = minimize(first)
+        assert find_difference(first, small) is None
+        machines = [
+            MooreMachine.from_state_setup(
+                {
+                    str(i): (int(a.outputs[i]), {s: str(t) for s, t in enumerate(row)})
+                    for i, row in enumerate(a.transitions)
+                }
+            )
+            for a in (first, small)
+        ]
+        assert bisimilar(*machines)
+        assert small.num_states <= 3
+    assert 20 < differing < 60
+
+
+def test_long_runs_of_a_string_are_shortened():
+    assert format_string(tuple("-0+"), (0, 0, *[1] * 131, 2)) == "--(0 x 131)+"
+    assert format_string(("POP", "0"), (0, 1)) == "POP 0"
+
+
+@pytest.fixture(scope="module")
+def parity(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("parity"), *parity_options(), *SMALL, weights=build_parity)
+
+
+def test_a_network_with_finitely_many_states_is_the_automaton(parity, capsys):
+    code, printed, record = certify(capsys, parity, "--exhaustive", "10")
+    assert code == 0
+    assert record["verdict"] == "is the automaton"
+    assert record["numbers"]["reached_states"] == 3, "the start, and the slots 0 and 1"
+    assert record["automaton"] == {
+        "initial": 0,
+        "answers": ["0", "1"],
+        "transitions": [{"a": 0, "b": 1}, {"a": 1, "b": 0}],
+    }
+    assert "proved:\n- all 2,046 strings of up to 10 symbols" in printed
+    assert Path(parity[-1], "automaton.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "is_needed"),
+    [
+        ("embedding.weight", (1, 1), True),
+        ("layers.0.memory.feedback", (0, 0), True),
+        ("head.weight", (1, 2), True),
+        ("head.weight", (1, 5), False),
+    ],
+)
+def test_a_flipped_weight_is_rejected_if_the_answers_change(tmp_path, capsys, name, index, is_needed):
+    run = write_run(tmp_path, *parity_options(), *SMALL, weights=flip(build_parity, name, index))
+    model = load_run(run[1], run[3]).model
+    strings = [s for n in range(1, 7) for s in itertools.product(range(2), repeat=n)]
+    with torch.no_grad():
+        answers = [int(model(torch.tensor([[*s, 2]])).logits[0, -1].argmax()) for s in strings]
+    wrong = [s for s, answer in zip(strings, answers, strict=True) if answer != sum(s) % 2]
+    code, _, record = certify(capsys, run, "--exhaustive", "6")
+    assert code == bool(wrong) == is_needed
+    if wrong:
+        shown = record["verdict"].removeprefix("differs at ")
+        assert len(shown) == len(wrong[0]), "the shortest string on which they differ"
+        assert tuple("ab".index(c) for c in shown) in wrong
+
+
+def test_a_network_of_other_labels_is_rejected(tmp_path, capsys):
+    def weights(state):
+        state = build_parity(state)
+        state["head.weight"] *= -1  # the answers of a network trained on swapped labels
+        return state
+
+    code, _, record = certify(
+        capsys, write_run(tmp_path, *parity_options(), *SMALL, weights=weights), "--exhaustive", "5"
+    )
+    assert (code, record["verdict"]) == (1, "differs at a")
+
+
+def test_a_network_that_forgets_differs_after_many_repetitions(tmp_path, capsys):
+    """The symbol `a` multiplies s - 1/2 by a factor below 1, until the answer of state 1 is no longer far enough."""
+
+    def weights(state):
+        state = build_parity(state)
+        state["layers.0.memory.feedback_read"][0, 0] = 2  # slope 1 at s = 1/2
+        state["layers.0.memory.feedback_token"][0, 0] = -1
+        state["head.weight"][1, 0] = -1.1
+        return state
+
+    s, wrong_after = 0.5 + 0.5 * np.tanh(1.0), None  # after b
+    for n in range(1, 2000):
+        s = 0.5 + 0.5 * np.tanh(2 * s - 1)
+        if 2 * s - 1.1 < 0:
+            wrong_after = n + 1
+            break
+    assert wrong_after is not None
+    run = write_run(tmp_path, *parity_options(), *SMALL, weights=weights)
+    machine = Machine(load_run(run[1], run[3]).model, 2)
+    found, loops, repeated = regular.repeat_loops(machine, REGULAR["parity_check"](), 3 * wrong_after)
+    assert loops == 8
+    assert repeated < loops
+    assert len(found) <= wrong_after
+    assert sum(found) % 2 == 1
+
+
+def test_reverse_string_by_a_known_stack(tmp_path, capsys):
+    right = write_run(tmp_path / "right", *REVERSE, weights=build_reverse)
+    code, printed, record = certify(capsys, right, "--exhaustive", "9")
+    (head,) = record["numbers"]["stack_heads"]
+    assert (code, head["layer"], head["head"], head["actions"]) == (0, 0, 0, "++.-")
+    assert head["read_identifies_the_top_symbol"] == 1
+    assert record["verdict"] == "agrees up to 9"
+    assert record["numbers"]["hardened_differs"] == 0
+    assert "measured, not proved" in printed
+    for name, index in (
+        ("head.weight", (0, 4)),
+        ("layers.0.memory.actions", (0, 2, 3)),
+        ("layers.0.memory.up", (4, 0)),
+    ):
+        wrong = write_run(tmp_path / name, *REVERSE, weights=flip(build_reverse, name, index))
+        code, _, record = certify(capsys, wrong, "--exhaustive", "5")
+        assert (code, record["verdict"][:10]) == (1, "differs at")
+
+
+def test_missing_rules_of_brackets_are_wrong_answers(tmp_path, capsys):
+    run = write_run(tmp_path, "formal/stacktrans/modular_arithmetic_brackets", *SMALL)
+    code, printed, record = certify(capsys, run)
+    model, symbols = load_run(run[1], run[3]).model, TASKS[brackets.TASK].symbols
+    listed = {text for rule in record["numbers"]["missing_rules"] for text in rule["wrong_expressions"]}
+    assert code == 1
+    for depth in (0, 3, 8):
+        for _, text, value in brackets.list_rules(depth):
+            tokens = torch.tensor([[*map(symbols.index, text), len(symbols)]])
+            with torch.no_grad():
+                answer = int(model(tokens).logits[0, -1].argmax())
+            assert eval(text) % 5 == value
+            assert (text in listed) == (answer != value)
+    assert "wrong, such as" in printed
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "finished", "message"),
+    [
+        ("formal/stacktrans/bucket_sort", (), True, "no automaton for task bucket_sort; supported: even_pairs, "),
+        ("formal/stacktrans/parity_check", (), False, "the run is not finished; resume it with fit --run"),
+        ("formal/lstm", ("data.task=parity_check",), True, "the model has no stack over the tokens; give a run with "),
+        ("arithmetic/addition", (), True, "trained on arithmetic; give a run on a formal language"),
+    ],
+)
+def test_runs_without_a_certificate_are_one_line(tmp_path, capsys, config, overrides, finished, message):
+    run = write_run(tmp_path, config, *overrides, finished=finished)
+    assert cli.main(["certify", *run]) in (1, 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: certify: ")
+    assert message in line
