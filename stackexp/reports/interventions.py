@@ -6,6 +6,7 @@ interventions.json has the step, weights and chunks that were measured, and the 
 import math
 from typing import Any
 
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
 from stackexp.files import read_json, write_json
 from stackexp.reports.arms import compute_difference, count_runs
@@ -21,13 +22,19 @@ Changes = dict[str, float]
 
 
 def list_memory_runs(verdict: Verdict) -> dict[str, list[RunFolder]]:
-    """Return the finished runs of the pairs of each arm with a memory; none before the plan is made."""
+    """Return the finished runs of the pairs of each language model with a memory; none before the plan is made."""
     plan = verdict.read_plan()
     runs: dict[str, list[RunFolder]] = {}
     for (arm, _, _), trial in verdict.build_pairs(plan).trials.items() if plan else ():
-        if getattr(trial.config.model, "memory", None) is not None:
+        if _is_measurable(trial.config):
             runs.setdefault(arm, []).extend([trial.folder] if trial.folder.is_finished else [])
     return runs
+
+
+def _is_measurable(config: ExperimentConfig) -> bool:
+    """Return True for a language model with a memory and validation sets."""
+    has_sets = config.data.objective != "transduction" and getattr(config.data, "validation", None) != {}
+    return has_sets and getattr(config.model, "memory", None) is not None
 
 
 def describe_changes(verdict: Verdict, folder: RunFolder) -> dict[str, Any]:
