@@ -71,6 +71,39 @@ def test_score_covers_the_requested_lengths(runs):
     assert run.compute_score(ALL_LENGTHS) == pytest.approx(expected)
 
 
+def test_other_families_follow_with_lengths_of_their_own(runs, tmp_path):
+    finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.5)
+    finish(write_run(runs / "b", "StackTrans", "word_problem_s3"), beyond=0.75)
+    lengths = ("data.max_length=80", "data.validation_max_length=90", "data.eval_max_length=200")
+    finish(write_run(runs / "c", "LSTM", "generate_dyck_2", *lengths), beyond=0.25, up_to_100=0.5, longest=200)
+    config = write_run(runs / "d", "LSTM", "parity_check") / "config.yaml"
+    tree = yaml.safe_load(config.read_text())
+    tree["data"] |= {"task": "gone", "output_vocab_size": 4}
+    config.write_text(yaml.safe_dump(tree | {"plugins": ["/missing/gone.py"]}))
+    finish(config.parent, beyond=0.625)
+
+    report = build_formal([runs], ALL_LENGTHS, curves=tmp_path / "curves.png")
+    text = format_report(report, "markdown")
+    headings = [
+        "*context-sensitive*",
+        "*state tracking*",
+        "*context-free generation*",
+        "*tasks of plugins that are not",
+    ]
+    positions = [text.index(heading) for heading in headings]
+    assert positions == sorted(positions)
+    assert read_row(text, "word_problem_s3")["StackTrans"] == "0.75 / 0.75 (1)"
+    assert read_row(text, "generate_dyck_2")["LSTM"] == "0.29 / 0.29 (1)", "over 81 to 200"
+    assert read_row(text, "gone")["LSTM"] == "0.62 / 0.62 (1)"
+    assert "word_problem_a5" not in text
+    assert "plugin not loaded (" in text
+    results = collect_results([runs], ALL_LENGTHS)
+    assert [results.guess_accuracy(task) for task in ("word_problem_s3", "dyck_2_3", "gone")] == [1 / 6, 1 / 2, 1 / 4]
+    assert {record["task"]: record["class"] for record in report.records}["word_problem_s3"] == "state tracking"
+    assert len(report.draw().axes) == len(headings) + 2, "a panel for each family"
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
 def test_recipe_is_chosen_by_the_validation_accuracy(runs):
     """Not by the score. Recipes are not mixed, and the others are described in a note."""
     for seed in range(2):

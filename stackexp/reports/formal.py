@@ -28,6 +28,7 @@ from stackexp.reports.formal_runs import (
 from stackexp.reports.report import Report, Table, new_figure, save_figure
 from stackexp.sweeps.schema import format_value
 from stackexp.tables import ABSENT
+from stackexp.tasks import CHOMSKY_TASKS
 
 BELOW, COARSE, UNFINISHED = "↓", "†", "‡"
 TITLE = (
@@ -150,7 +151,9 @@ def _build_recipe_rows(results: Results) -> list[list[str]]:
 
 def name_recipe(run: FormalRun) -> str:
     """Return the shipped config with the overrides that reproduce a run, or the run's config if that is shorter."""
-    name = f"formal/{COLUMNS[run.column]}" + f"/{run.row['data.task']}" * (run.column == "StackTrans")
+    task = run.row["data.task"]
+    has_own = run.column == "StackTrans" and task in CHOMSKY_TASKS
+    name = f"formal/{COLUMNS[run.column]}" + f"/{task}" * has_own
     shipped = _compose_recipe(name)
     changes = find_changes(run, shipped) if shipped else {}
     if shipped is None or len(changes) > MAX_OVERRIDES:
