@@ -96,6 +96,7 @@ def test_other_families_follow_with_lengths_of_their_own(runs, tmp_path):
     assert read_row(text, "generate_dyck_2")["LSTM"] == "0.29 / 0.29 (1)", "over 81 to 200"
     assert read_row(text, "gone")["LSTM"] == "0.62 / 0.62 (1)"
     assert "word_problem_a5" not in text
+    assert "scored on lengths 81 to 200: generate_dyck_2" in text
     assert "plugin not loaded (" in text
     results = collect_results([runs], ALL_LENGTHS)
     assert [results.guess_accuracy(task) for task in ("word_problem_s3", "dyck_2_3", "gone")] == [1 / 6, 1 / 2, 1 / 4]

@@ -201,7 +201,7 @@ def _describe_unused_runs(results: Results) -> list[str]:
 
 
 def _describe_marks(results: Results) -> list[str]:
-    """Return a line for each kind of coarse test, one for runs trained on these lengths, one for unfinished runs."""
+    """Return lines for coarse tests, other lengths, runs trained on the tested lengths, and unfinished runs."""
     coarse: dict[str, list[CellKey]] = defaultdict(list)
     for key, cell in results.cells.items():
         for thoroughness in dict.fromkeys(map(_format_thoroughness, results.find_coarse(cell))):
@@ -209,6 +209,13 @@ def _describe_marks(results: Results) -> list[str]:
     notes = [
         f"{COARSE} tested less than others: {how} ({_format_cells(results, keys)})"
         for how, keys in sorted(coarse.items())
+    ]
+    ranges: dict[Lengths, list[str]] = defaultdict(list)
+    for (task, _), cell in results.cells.items():
+        if cell.scores and cell.lengths != results.lengths and task not in ranges[cell.lengths]:
+            ranges[cell.lengths].append(task)
+    notes += [
+        f"scored on lengths {first} to {last}: {', '.join(tasks)}" for (first, last), tasks in ranges.items() if tasks
     ]
     first = results.lengths[0]
     trained = [
