@@ -28,6 +28,7 @@ SHIPPED = (
     "stdlib",
     "formal_language",
 )
+SHIPPED += ("stratified_stack", "nondeterministic_stack")
 SHIPPED += ("attention_residual", "dense_former", "hyper_connections", "mhc", "residual_scale", "residual_stack")
 SHIPPED += ("value_skip", "adamw", "muon", "cosine", "linear", "wsd")
 

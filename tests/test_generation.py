@@ -12,7 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stackexp.cli import main
-from stackexp.config.memory import AttentionResidualConfig, HyperConnectionsConfig, StackAttentionConfig
+from stackexp.config.memory import (
+    AttentionResidualConfig,
+    HyperConnectionsConfig,
+    NondeterministicStackConfig,
+    StackAttentionConfig,
+    StratifiedStackConfig,
+)
 from stackexp.config.model import LSTMConfig, StackRNNConfig
 from stackexp.evaluation.loading import load_run
 from stackexp.models import attention
@@ -31,7 +37,10 @@ MEMORIES = {
     "attention_residual": AttentionResidualConfig(),
     "hyper_connections": HyperConnectionsConfig(),
     "stack_attention": StackAttentionConfig(),
+    "stratified_stack": StratifiedStackConfig(),
+    "nondeterministic_stack": NondeterministicStackConfig(),
 }
+GROWING = ("stack_attention", "stratified_stack", "nondeterministic_stack")  # states that grow with the tokens
 POSITIONS = {
     "rope": {},
     "alibi": {"positional": "alibi"},
@@ -83,7 +92,7 @@ def test_recurrent_models_decode_greedily():
         check_greedy_decoding(model, PROMPT, 9)
 
 
-GRAPHS = [(name, "rope") for name in MEMORIES if name != "stack_attention"]
+GRAPHS = [(name, "rope") for name in MEMORIES if name not in GROWING]
 GRAPHS += [("none", name) for name in POSITIONS if name != "rope"]
 
 

@@ -136,6 +136,38 @@ class StackAttentionConfig:
     axis: ClassVar[str] = "time"
 
 
+@register("memory", "stratified_stack", builds="stackexp.models.memories.stratified_stack:StratifiedStack")
+@dataclass
+class StratifiedStackConfig:
+    """A continuous stack over the tokens whose elements have strengths (Grefenstette et al. 2015, arXiv 1506.02516)."""
+
+    kind: str = "stratified_stack"
+    axis: ClassVar[str] = "time"
+    num_heads: int = option(4, min=1, max=2**20)
+    """Number of stacks."""
+    head_dim: int = option(16, min=1, max=2**20)
+    """Size of an element."""
+
+
+@register(
+    "memory", "nondeterministic_stack", builds="stackexp.models.memories.nondeterministic_stack:NondeterministicStack"
+)
+@dataclass
+class NondeterministicStackConfig:
+    """Nondeterministic stack attention over the tokens (DuSell & Chiang 2024, arXiv 2310.01749)."""
+
+    kind: str = "nondeterministic_stack"
+    axis: ClassVar[str] = "time"
+    num_states: int = option(2, min=1, max=64)
+    """States of the automaton."""
+    num_symbols: int = option(2, min=1, max=64)
+    """Stack symbols of the automaton."""
+    head_dim: int = option(16, min=1, max=2**20)
+    """Size of the vector of an element."""
+    layers: Literal["middle", "all"] = "middle"
+    """Layers with a stack: the middle one, as in the paper, or all."""
+
+
 @register("memory", "attention_residual", builds="stackexp.models.memories.attention_residual:AttentionResidual")
 @dataclass
 class AttentionResidualConfig:

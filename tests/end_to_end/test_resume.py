@@ -99,7 +99,8 @@ def test_validation_missed_by_a_kill_runs_on_resume_over_all_sets(tiny, tmp_path
 MEMORIES = [
     *(f"memory={name}" for name in ("attention_residual", "dense_former", "hyper_connections", "mhc", "null")),
     *(f"memory={name}" for name in ("residual_scale", "residual_stack", "residual_streams", "value_skip")),
-    *("memory.kind=stack_attention", "memory.axis=token_major", "memory.axis=time memory.feedback=true"),
+    *(f"memory.kind={name}" for name in ("stack_attention", "stratified_stack", "nondeterministic_stack")),
+    *("memory.axis=token_major", "memory.axis=time memory.feedback=true"),
     *("memory.action_noise=0.3", "memory.action_noise=0.3 memory.action_noise_warmup_steps=3"),
     "memory.axis=time memory.action_noise=0.3",
 ]

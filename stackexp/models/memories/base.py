@@ -116,6 +116,11 @@ def average_actions(action: Tensor) -> Stats:
     return dict(zip(("push", "pop", "no_op"), action.detach().flatten(0, -2).mean(0).unbind(), strict=True))
 
 
+def compute_read_share(read: Tensor, h: Tensor) -> Tensor:
+    """Return the detached mean over tokens of |read| / |h|, both [B, T, d]."""
+    return (read.detach().float().norm(dim=-1) / h.detach().float().norm(dim=-1)).mean()
+
+
 class EmbeddingSkip(Memory):
     """A memory that uses the embedding in every layer. Subclasses must start as the plain Transformer."""
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from stackexp.config.memory import StackAttentionConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.models.layers import init_weight_, widen
-from stackexp.models.memories.base import Memory, Stats, average_actions
+from stackexp.models.memories.base import Memory, Stats, average_actions, compute_read_share
 
 
 class StackAttentionState(NamedTuple):
@@ -58,7 +58,7 @@ class StackAttention(Memory):
             actions = logits.to(state.tops.dtype).softmax(-1)
             tops, elements = ComputeTops.apply(actions, state.tops), torch.cat([state.h, h], 1)
             read = (tops[:, -h.shape[1] :] @ elements.to(tops.dtype)).to(h.dtype)
-        stats = _compute_probes(actions, read, h) if probe else {}
+        stats = average_actions(actions) | {"read_share": compute_read_share(read, h)} if probe else {}
         return h + read, StackAttentionState(tops, elements), stats
 
     def flops_per_token(self, context_length: int) -> float:
@@ -116,10 +116,3 @@ class ComputeTops(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad_actions, None
         return grad_actions, grad[:, : first + 1, :first] + popped[:, : first + 1] @ grad[:, first + 1 :, :first]
-
-
-@torch.no_grad()
-def _compute_probes(actions: Tensor, read: Tensor, h: Tensor) -> Stats:
-    """Return means over tokens; read_share is |read| / |h|."""
-    read_share = (read.float().norm(dim=-1) / h.float().norm(dim=-1)).mean()
-    return average_actions(actions) | {"read_share": read_share}
