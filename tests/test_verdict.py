@@ -25,8 +25,9 @@ from stackexp.reports.interventions import build_interventions
 from stackexp.reports.verdict import compute_best_of, find_share_of_steps
 from stackexp.runs import RunFolder
 from stackexp.sweeps.tuning import TunedSpace, Tuning, estimate_noise
-from stackexp.sweeps.verdict import VerdictConfig, load_verdict
+from stackexp.sweeps.verdict import VerdictConfig, load_verdict, load_verdicts
 
+VERDICTS = Path(__file__).parents[1] / "verdicts"
 DIVERGED = "step 3: loss nan with gradient norm nan on sequences [1] of rank 0; nothing was updated"
 
 
@@ -224,7 +225,8 @@ def test_another_question_needs_another_name(question, capsys):
         ({"first_seed": 50}, "tuning.seeds: 50 is also a seed of the pairs"),
         ({"tuning": {"space": {"optimizer.lr": {"low": 1, "high": 2}}}}, "required, because optimizer.lr is a range"),
         ({"tuning": {"space": {}}}, "name at least one key"),
-        ({"tuning": {"space": {"optimizer.lr": {"values": [1]}}, "seeds": [1]}}, "two different seeds or more"),
+        ({"tuning": {"space": {"optimizer.lr": {"values": [1]}}, "seeds": [1]}, "pairs": None}, "two or more"),
+        ({"each": {"seed": [1, 2]}}, "each.seed: chosen by the verdict"),
         ({"tuning": {"space": {k: {"values": [1]} for k in "abcd"}}}, "plain tunes 4 options; expected at most 3"),
         ({"tuning": {"space": {"a": {"values": [1], "arms": ["good"]}}}}, "only some arms tune a"),
         ({"tuning": {"space": {"a": {"values": [1], "arms": ["godo"]}}, "trials": 2}}, "no arm is named godo"),
@@ -327,3 +329,34 @@ def test_pairs_are_planned_from_runs_on_record(capsys):
     assert 15 < int(pooled[-2]) < 60
     assert main(["plan", "--effect", "0.01"]) == 2
     assert "--effect requires --runs" in capsys.readouterr().err
+
+
+def test_a_question_is_repeated_for_each_value_with_scaled_steps(question):
+    question.write(each={"model.num_layers": [1, 2]}, overrides=["trainer.max_steps=40", "schedule.warmup_steps=1"])
+    verdicts = load_verdicts(question.path, budget=0.25)
+    assert [verdict.folder.name for verdict in verdicts] == ["1", "2"]
+    assert {verdict.folder.parent.name for verdict in verdicts} == {"question-budget-0.25"}
+    for verdict, layers in zip(verdicts, (1, 2), strict=True):
+        assert verdict.tuning is not None
+        configs = [trial.config for trial in verdict.tuning.trials.values()]
+        options = {(c.model.num_layers, c.trainer.max_steps, c.schedule.warmup_steps) for c in configs}
+        assert options == {(layers, 10, 1)}, "no step becomes 0"
+
+
+def test_all_pairs_run_unless_decided_arms_stop(question):
+    question.keys["arms"] = [arm for arm in question.keys["arms"] if arm["name"] in ("plain", "good")]
+    question.write(stop_when_decided=False, each={"model.num_layers": [1, 2]})
+    for value in "12":
+        (question.folder / value).mkdir(parents=True)
+        (question.folder / value / "behavior.json").write_text(json.dumps(question.behavior))
+    lines = question.run().splitlines()
+    for value in "12":
+        assert len(list(question.folder.glob(f"{value}/pairs/*/result.json"))) == 2 * len(SEEDS)
+        assert any(line.split()[:3] == [value, "good", "helps"] for line in lines)
+
+
+@pytest.mark.parametrize("path", sorted(VERDICTS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_verdicts_compose(path):
+    verdict = load_verdicts(path)[-1]
+    assert verdict.tuning is not None
+    assert len(verdict.tuning.trials) >= 4 * len(verdict.arms)

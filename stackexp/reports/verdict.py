@@ -37,8 +37,30 @@ from stackexp.sweeps.verdict import Key, Plan, Stage, Verdict, judge_pairs
 from stackexp.tables import ABSENT
 from stackexp.terminal import format_duration
 
+HEADER = ["arm", "verdict", "difference", f"{1 - LEVEL:.0%} interval", "pairs", "p", "time per run"]
 BAND = (0.1, 0.9)
 """Quantiles of the best loss of random subsets of the tuning trials."""
+
+
+def build_verdicts(verdicts: Sequence[Verdict]) -> Report:
+    """Build the report of one verdict, or a table with a line for each arm of several."""
+    if len(verdicts) == 1:
+        return build_verdict(verdicts[0])
+    rows, records, waiting = [], [], []
+    for verdict in verdicts:
+        label = verdict.name.rpartition("/")[2]
+        if plan := verdict.read_plan():
+            stage = verdict.build_pairs(plan)
+            scores, seconds = stage.read_scores(), {arm: _measure_seconds(stage, arm) for arm in verdict.arms}
+            rows += [[label, *_build_line(a, j, plan, seconds)] for a, j in judge_pairs(plan, scores).items()]
+            records += [
+                {"question": label, "arm": arm, "seed": seed, "score": x} for (arm, _, seed), x in scores.items()
+            ]
+        else:
+            waiting.append(label)
+    notes = [f"no pairs yet: {', '.join(waiting)}"] if waiting else []
+    title = f"Verdicts against {verdicts[0].baseline}, effect {verdicts[0].config.effect:g}"
+    return Report([Table(title, ["question", *HEADER], rows, num_labels=3)] if rows else [], notes, records)
 
 
 def build_verdict(verdict: Verdict) -> Report:
@@ -59,8 +81,7 @@ def build_verdict(verdict: Verdict) -> Report:
     lines = [_build_line(arm, j, plan, seconds) for arm, j in judgments.items()]
     at = "" if plan.speeds is None else ", at equal time"
     title = f"Verdict against {plan.baseline}, effect {plan.effect:g}, {plan.pairs} pairs planned{at}"
-    header = ["arm", "verdict", "difference", f"{1 - LEVEL:.0%} interval", "pairs", "p", "time per run"]
-    tables.insert(0, Table(title, header, lines, num_labels=2))
+    tables.insert(0, Table(title, HEADER, lines, num_labels=2))
     if plan.speeds is not None:
         tables.append(_build_equal_time(verdict, plan, stage, plan.speeds))
     if split := _build_split(verdict, plan, scores):

@@ -48,8 +48,8 @@ class Tuning:
                 yield "trials", f"required, because {key} is a range"
             if self.trials is None and space.arms:
                 yield "trials", f"required, because only some arms tune {key}; every arm gets as many trials"
-        if len(set(self.seeds)) < 2:
-            yield "seeds", "expected two different seeds or more, to measure the noise"
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            yield "seeds", "expected different seeds"
 
     def select_space(self, arm: str) -> dict[str, TunedSpace]:
         """Return the keys that an arm tunes."""

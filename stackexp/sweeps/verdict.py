@@ -4,7 +4,9 @@ Both stages are sweeps, <name>/tuning and <name>/pairs. <name>/verdict.json is w
 values, the seeds and the number of pairs.
 """
 
+import copy
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -25,7 +27,7 @@ from stackexp.errors import ConfigError, RunError, StoppedError, suggest_name
 from stackexp.files import read_json, write_json
 from stackexp.runs import RunFolder
 from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, count_pairs, judge
-from stackexp.sweeps.schema import Resources, SweepConfig, Values, expand
+from stackexp.sweeps.schema import Resources, SweepConfig, Values, expand, format_value
 from stackexp.sweeps.sweep import STEPS, Sweep
 from stackexp.sweeps.trials import Trial, compute_config_hash, read_failure, read_objective
 from stackexp.sweeps.tuning import Tuned, Tuning, estimate_noise, measure_speeds
@@ -36,6 +38,8 @@ DIVERGED = re.compile(r"^step \d+: loss \S+ with gradient norm ")
 """The error of a training whose loss or gradient is not finite."""
 MAX_TUNED = 3
 """Options that a file may tune for an arm: the learning rate and two more."""
+STEP_OPTIONS = ("_steps", "_interval")
+"""Endings of the options that --budget scales."""
 
 
 @dataclass
@@ -43,7 +47,8 @@ class VerdictConfig:
     """A question: which of the arms lower the loss of the baseline, by more than `effect`?
 
     An arm is an entry of a sweep's `list`. Without `tuning`, all arms train with the options of the config. Without
-    `pairs`, their number follows from the noise between the tuning seeds, and is at most `max_pairs`.
+    `pairs`, their number follows from the noise between the tuning seeds, and is at most `max_pairs`. With `each`, the
+    question is asked again for every combination of these values.
     """
 
     name: Optional[str] = None  # of the folder <logging.root>/<name>; None: the file's name
@@ -57,7 +62,9 @@ class VerdictConfig:
     score: str = "average.loss"  # path into result.json; lower is better
     pairs: Optional[int] = option(None, min=MIN_PLANNED)
     max_pairs: int = option(60, min=MIN_PLANNED)
+    stop_when_decided: bool = True  # false trains all pairs of every arm
     first_seed: int = option(100, min=0)
+    each: dict[str, list[Any]] = field(default_factory=dict)
     tuning: Optional[Tuning] = None
     interventions_chunks: int = option(64, min=0)  # of each validation set; 0 measures no interventions
     resources: Resources = field(default_factory=Resources)
@@ -66,6 +73,7 @@ class VerdictConfig:
     def find_errors(self) -> Errors:
         """Check the arms, their names, and that no tuning seed is a seed of the pairs."""
         names = [entry.get("name") for entry in self.arms]
+        yield from self._find_each_errors()
         if len(names) < 2:
             yield "arms", "expected at least two"
         for i, name in enumerate(names):
@@ -86,8 +94,15 @@ class VerdictConfig:
         if self.tuning:
             yield from self._find_tuning_errors(self.tuning, list(map(str, names)))
 
+    def _find_each_errors(self) -> Errors:
+        for key in self.each:
+            if key in ("seed", "name") or any(key in entry for entry in self.arms):
+                yield f"each.{key}", "chosen by the verdict, or set by an arm"
+
     def _find_tuning_errors(self, tuning: Tuning, names: list[str]) -> Errors:
         fresh = range(self.first_seed, self.first_seed + (self.pairs or self.max_pairs))
+        if self.pairs is None and len(tuning.seeds) < 2:
+            yield "tuning.seeds", "expected two or more, to measure the noise; or set pairs"
         if used := [seed for seed in tuning.seeds if seed in fresh]:
             yield "tuning.seeds", f"{used[0]} is also a seed of the pairs, {fresh[0]} to {fresh[-1]}"
         for key, arm in ((key, arm) for key, space in tuning.space.items() for arm in space.arms):
@@ -166,6 +181,7 @@ class Verdict:
     config: VerdictConfig
     tree: Tree
     overrides: tuple[str, ...] = ()
+    budget: float = 1.0  # what the file's steps were multiplied by
 
     @property
     def name(self) -> str:
@@ -311,7 +327,8 @@ class Verdict:
         if config.equal == "time":
             speeds = measure_speeds(self._list_tuning_runs())
             self._equalize_time(values, speeds)
-        deviation = estimate_noise(tuned, self.baseline) if tuned else None
+        is_noise_known = config.tuning is not None and len(config.tuning.seeds) > 1
+        deviation = estimate_noise(tuned, self.baseline) if is_noise_known else None
         pairs = config.pairs
         if pairs is None:
             assert deviation is not None
@@ -379,7 +396,8 @@ class Verdict:
             if not before.keys() >= set(keys):
                 words = (f"{arm} {judgment.word}" for arm, judgment in judgments.items())
                 print(f"after {end} of {plan.pairs} pairs: {', '.join(words)}", flush=True)
-            arms = [plan.baseline, *(arm for arm, judgment in judgments.items() if not judgment.is_decided)]
+            stops = self.config.stop_when_decided
+            arms = [plan.baseline, *(arm for arm, j in judgments.items() if not (j.is_decided and stops))]
             if len(arms) == 1:
                 break
         return True
@@ -403,7 +421,8 @@ class Verdict:
                 return True
             raise
         except (StoppedError, KeyboardInterrupt) as error:  # resuming the sweep would run all pairs
-            command = shlex.join(["python", "-m", "stackexp", "verdict", str(self.path), *self.overrides])
+            budget = [f"--budget={self.budget:g}"] * (self.budget != 1)
+            command = shlex.join(["python", "-m", "stackexp", "verdict", str(self.path), *self.overrides, *budget])
             raise type(error)(f"{self.folder}: stopped; resume with: {command}") from None
         return launcher == "local"
 
@@ -417,6 +436,53 @@ def load_verdict(path: Path, overrides: Iterable[str] = ()) -> Verdict:
         if key in own:
             raise ConfigError(f"{key} is chosen by the verdict, or differs between its arms; change it there", origin)
     return Verdict(path, config, tree, overrides)
+
+
+def load_verdicts(path: Path, overrides: Iterable[str] = (), budget: float = 1.0) -> list[Verdict]:
+    """Load a verdict for every combination of the values of `each`, in folders of their own below the name.
+
+    `budget` multiplies all options of the file that end in _steps or _interval. Raises ConfigError.
+    """
+    verdict = load_verdict(path, overrides)
+    name = verdict.name + f"-budget-{budget:g}" * (budget != 1)
+    config = dataclasses.replace(_scale_steps(verdict.config, budget, path), name=name, each={})
+    each = verdict.config.each
+    verdicts = []
+    for combination in itertools.product(*each.values()):
+        own = [f"{key}={format_value(value)}" for key, value in zip(each, combination, strict=True)]
+        folder = re.sub(r"[^\w.+-]", "-", "-".join(map(str, combination)))
+        label = "/".join([name, folder] if each else [name])
+        changed = dataclasses.replace(config, name=label, overrides=config.overrides + own)
+        verdicts.append(dataclasses.replace(verdict, config=changed, budget=budget))
+    return verdicts
+
+
+def _scale_steps(config: VerdictConfig, budget: float, path: Path) -> VerdictConfig:
+    """Multiply the steps in overrides, arms and tuned values; at least 1 unless they are 0."""
+
+    def scale(key: str, value: Any) -> Any:
+        if not key.endswith(STEP_OPTIONS) or not isinstance(value, int | float):
+            return value
+        return max(min(value, 1), round(value * budget))
+
+    def scale_override(text: str) -> str:
+        key, _, value = text.partition("=")
+        return f"{key}={scale(key, int(value))}" if value.isdigit() else text
+
+    if budget == 1:
+        return config
+    if not any(text.startswith("trainer.max_steps=") for text in config.overrides):
+        raise ConfigError(f"{display_path(path)}: overrides: --budget requires trainer.max_steps=STEPS here")
+    tuning = copy.deepcopy(config.tuning)
+    for key, space in tuning.space.items() if tuning else ():
+        space.values = space.values and [scale(key, value) for value in space.values]
+        space.low, space.high = scale(key, space.low), scale(key, space.high)
+    return dataclasses.replace(
+        config,
+        overrides=list(map(scale_override, config.overrides)),
+        arms=[{key: scale(key, value) for key, value in arm.items()} for arm in config.arms],
+        tuning=tuning,
+    )
 
 
 def judge_pairs(plan: Plan, scores: dict[Key, float]) -> dict[str, Judgment]:

@@ -123,10 +123,17 @@ class Formal(ReportVerb):
             default="41_500",
         ),
         argument("--curves", "FILE", "plot the accuracy against length for each task", type=Path),
+        ("--arms", {"action": "store_true", "help": "a column for each arm of a verdict file, without the paper's"}),
     )
 
     def run(self, args: Namespace) -> int:
         args.parser.check_output("--curves", args.curves, FIGURE_SUFFIXES)
+        args.parameters.remove("arms")
+        if args.arms:
+            if args.curves:
+                args.parser.error("--arms has no --curves")
+            self.builder = "reports.formal_arms:build_arms"
+            args.parameters.remove("curves")
         return super().run(args)
 
 

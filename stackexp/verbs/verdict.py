@@ -1,11 +1,22 @@
 """Decide whether a memory helps."""
 
+import argparse
+import contextlib
+import math
 from argparse import Namespace
 from pathlib import Path
 
 from stackexp.errors import ConfigError
 from stackexp.verbs.parser import Parser, at_least
 from stackexp.verbs.report import ReportVerb, argument
+
+
+def parse_factor(text: str) -> float:
+    """Return a number above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number above 0, found {text}")
 
 
 class Verdict(ReportVerb):
@@ -15,12 +26,21 @@ class Verdict(ReportVerb):
     controls is written first. The same command continues after a stop. Results are valid after any number of pairs.
     """
 
-    builder = "reports.verdict:build_verdict"
+    builder = "reports.verdict:build_verdicts"
     source = argument("file", "FILE.yaml", "the arms, the effect and the search", nargs="?", type=Path)
     options = (
         ("--memory", {"metavar": "NAME", "help": "compare this memory with the usual controls"}),
         ("--report", {"action": "store_true", "help": "only read finished runs"}),
         ("--dry-run", {"action": "store_true", "help": "only print the number of runs and the time left"}),
+        (
+            "--budget",
+            {
+                "type": parse_factor,
+                "default": 1.0,
+                "metavar": "FACTOR",
+                "help": "multiply all steps of the file by this",
+            },
+        ),
         ("--launcher", {"choices": ["local", "slurm"], "default": "local", "help": "default: local"}),
         ("--max-parallel", {"type": at_least(1), "metavar": "N", "help": "runs at once (default: as many as fit)"}),
     )
@@ -32,7 +52,7 @@ class Verdict(ReportVerb):
 
     def run(self, args: Namespace) -> int:
         from stackexp.sweeps.controls import write_question
-        from stackexp.sweeps.verdict import load_verdict
+        from stackexp.sweeps.verdict import load_verdicts
 
         if args.memory and args.file and "=" in str(args.file):
             args.file, args.overrides = None, [str(args.file), *args.overrides]
@@ -45,18 +65,19 @@ class Verdict(ReportVerb):
             raise ConfigError(f"verdict: --config: {args.file} names its config; remove one of them")
         else:
             overrides = args.overrides
-        verdict = load_verdict(args.file, overrides)
-        verdict.check()
+        verdicts = load_verdicts(args.file, overrides, args.budget)
+        for verdict in verdicts:
+            verdict.check()
         if args.dry_run:
             from stackexp.reports.verdict import format_plan
 
-            print(format_plan(verdict))
+            print("\n\n".join(map(format_plan, verdicts)))
             return 0
-        if not args.report:
+        for verdict in verdicts if not args.report else ():
             is_complete = verdict.run(args.launcher, args.max_parallel)
             if is_complete and verdict.config.interventions_chunks:
                 from stackexp.inspection.pairs import measure_pairs
 
                 measure_pairs(verdict)
-        args.verdict, args.parameters = verdict, ["verdict"]
+        args.verdicts, args.parameters = verdicts, ["verdicts"]
         return super().run(args)

@@ -1,0 +1,33 @@
+"""`report formal --arms`: mean accuracy of every arm under equal budgets."""
+
+import json
+
+from formal_runs import finish, write_run
+
+from stackexp.cli import main
+
+
+def test_arms_have_means_intervals_and_solved_seeds(tmp_path, capsys):
+    scores = {"LSTM": [0.5, 0.6, 0.7], "StackTrans": [1.0, 1.0, 0.95]}
+    for model, arm in (("LSTM", "lstm"), ("StackTrans", "stacktrans-time")):
+        for seed, score in enumerate(scores[model]):
+            name = f"{arm}-seed={100 + seed}-0123456{seed}"
+            finish(
+                write_run(tmp_path / "parity_check/pairs" / name, model, "parity_check", seed=100 + seed), beyond=score
+            )
+        tuning = tmp_path / "parity_check/tuning" / f"{arm}-0-seed=50-01234567"
+        finish(write_run(tuning, model, "parity_check", seed=50), beyond=0.0)
+    for path in tmp_path.rglob("result.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"seconds_of_last_session": 900.0}))
+    assert main(["report", "formal", "--arms", str(tmp_path), "--markdown"]) == 0
+    printed = capsys.readouterr().out
+    # Student's t with two degrees of freedom: 4.303 * 0.1 / sqrt(3) = 0.248, 4.303 * 0.02887 / sqrt(3) = 0.0717
+    assert "| parity_check | 0.60 (0.35 to 0.85) | **0.98** (0.91 to 1.00) |" in " ".join(printed.split())
+    assert "| parity_check | 0/3 | 2/3 |" in " ".join(printed.split())
+    assert "| core-hours | 1.0 | 1.0 |" in " ".join(printed.split()), "the tuning counts as cost, not as a score"
+
+
+def test_runs_without_scores_are_an_error(tmp_path, capsys):
+    finish(write_run(tmp_path / "lstm-seed=0-01234567", "LSTM", "parity_check"), beyond=0.5, longest=60)
+    assert main(["report", "formal", "--arms", str(tmp_path)]) == 1
+    assert "no finished run is tested over 41..500" in capsys.readouterr().err
