@@ -8,6 +8,7 @@ import torch
 
 from stackexp.config.compose import compose
 from stackexp.datamodules.formal_language import STAGE_SEEDS, FormalLanguageData, compute_max_length
+from stackexp.errors import ConfigError
 from stackexp.tasks import NO_TARGET, TASKS
 
 
@@ -54,6 +55,17 @@ def test_tokens_are_the_string_and_one_empty_token_per_answer_symbol(task):
     assert (mask <= (targets != NO_TARGET)).all()
     assert expected.inputs.max() < TASKS[task].num_symbols == data.config.vocab_size - bool(num_empty)
     assert targets.max() < data.config.output_vocab_size
+
+
+def test_loop_fraction_makes_strings_end_in_repeated_words():
+    task, rng = TASKS["cycle_navigation"], np.random.default_rng(0)
+    batch = task.sample(rng, 4000, 30, loop_fraction=0.5)
+    assert (batch.targets[:, 0] == (batch.inputs - 1).sum(1) % 5).all()
+    ends = batch.inputs[:, -15:]  # half of the loops are longer than this
+    has_period = np.any([(ends[:, p:] == ends[:, :-p]).all(1) for p in (1, 2, 3)], axis=0)
+    assert 0.2 < has_period.mean() < 0.32
+    with pytest.raises(ConfigError, match="requires a task in which every string is valid: even_pairs, parity_check"):
+        build_data("task=reverse_string", "loop_fraction=0.5")
 
 
 def test_longest_fraction_adds_batches_of_maximum_length():

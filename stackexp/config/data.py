@@ -267,6 +267,8 @@ class FormalLanguageConfig:
     """Longest string at the first step of the curriculum."""
     longest_fraction: float = option(0.0, min=0, max=1)
     """Share of the batches whose strings all have the longest length."""
+    loop_fraction: float = option(0.0, min=0, max=1)
+    """Share of the strings that end with a repeated word of one to three symbols."""
     label_smoothing: float = option(0.0, min=0, below=1)
     """Probability mass that training targets spread evenly over all symbols."""
 
@@ -291,6 +293,9 @@ class FormalLanguageConfig:
         for name, size in sizes.items():
             if getattr(self, name) != size:
                 yield name, f"data.task {self.task} has {size}, found {getattr(self, name)}; remove this option"
+        if self.loop_fraction and not task.solve:
+            able = ", ".join(name for name, other in TASKS.items() if other.solve)
+            yield "loop_fraction", f"requires a task in which every string is valid: {able}"
         least = task.min_length
         for name in ["curriculum_start", "max_length"] if self.curriculum_steps else ["max_length"]:
             if (length := getattr(self, name)) < least:

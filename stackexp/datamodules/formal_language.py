@@ -88,7 +88,7 @@ class FormalLanguageData(ExperimentData):
         if self.config.longest_fraction and rng.random() < self.config.longest_fraction:
             length = max_length
         rank, world_size = self.rank_and_world_size
-        strings = self.task.sample(rng, self.config.batch_size, length)
+        strings = self.task.sample(rng, self.config.batch_size, length, self.config.loop_fraction)
         counted = float(strings.mask.sum()) / world_size
         rows = TaskBatch(*(part[rank::world_size] for part in strings))
         return build_batch(rows, self.task) | {"length": length, "max_length": max_length, "counted": counted}

@@ -23,6 +23,10 @@ class TaskBatch(NamedTuple):
     mask: np.ndarray  # bool [B, O], True where accuracy counts the answer symbol
 
 
+MAX_LOOP = 3
+"""Most symbols of a repeated word."""
+
+
 @dataclass(frozen=True)
 class Task:
     """A generator of random strings with exact answers.
@@ -45,6 +49,7 @@ class Task:
     eval_max_length: int  # default of data.eval_max_length
     rivals: tuple[int, ...] | None  # output ids that accuracy compares (see Transduction); None compares all
     entropy: Callable[[int], float] | None  # lowest possible loss at a string length, in nats per answer symbol
+    solve: Callable[[np.ndarray], np.ndarray] | None  # from any strings [B, L] to answers; None: not all are valid
 
     @property
     def num_symbols(self) -> int:
@@ -65,20 +70,35 @@ class Task:
         """Return the tokens of a string of this length, including empty tokens."""
         return self.output_length(length) + (0 if self.answers_every_token else length)
 
-    def sample(self, rng: np.random.Generator, batch_size: int, length: int) -> TaskBatch:
+    def sample(self, rng: np.random.Generator, batch_size: int, length: int, loop_fraction: float = 0.0) -> TaskBatch:
         """Draw a batch. The generator state alone determines the strings.
 
-        Raises ValueError if `length` is below `min_length`.
+        With `loop_fraction`, this share of the strings ends with a repeated word of one to three symbols; requires
+        `solve`. Raises ValueError if `length` is below `min_length`.
         """
         import numpy as np
 
         if length < self.min_length:
             raise ValueError(f"task {self.name}: length {length} is too short; use at least {self.min_length}")
         inputs, targets, *counted = self.generate(rng, batch_size, length)
+        if loop_fraction and self.solve:
+            inputs = _repeat_words(rng, inputs, loop_fraction)
+            targets = self.solve(inputs)
         mask = targets != NO_TARGET
         if counted:
             mask &= counted[0] if counted[0].ndim == 2 else np.arange(targets.shape[1]) <= counted[0][:, None]
         return TaskBatch(inputs, targets, mask)
+
+
+def _repeat_words(rng: np.random.Generator, strings: np.ndarray, fraction: float) -> np.ndarray:
+    """Make a share of the strings [B, L] repeat, from a random position on, the one to three symbols there."""
+    import numpy as np
+
+    batch_size, length = strings.shape
+    start = np.where(rng.random(batch_size) < fraction, rng.integers(0, length, batch_size), length)[:, None]
+    period, position = rng.integers(1, MAX_LOOP + 1, (batch_size, 1)), np.arange(length)
+    source = np.where(position < start, position, start + (position - start) % period)
+    return np.take_along_axis(strings, np.minimum(source, length - 1), 1)
 
 
 TASKS: dict[str, Task] = {}
@@ -100,6 +120,7 @@ def task(  # noqa: PLR0913 (keyword arguments with defaults)
     eval_max_length: int = 500,
     rivals: Sequence[int] | None = None,
     entropy: Callable[[int], float] | None = None,
+    solve: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Callable[[Generator], Generator]:
     """Register the decorated generator as the task `name`, by default its own name.
 
@@ -130,6 +151,7 @@ def task(  # noqa: PLR0913 (keyword arguments with defaults)
             eval_max_length=eval_max_length,
             rivals=None if rivals is None else tuple(rivals),
             entropy=entropy,
+            solve=solve,
         )
         return generate
 

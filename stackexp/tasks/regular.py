@@ -14,25 +14,40 @@ if TYPE_CHECKING:
 MODULUS = 5
 
 
-@task("regular", symbols="ab", answer_symbols="01")
+def compare_ends(strings: np.ndarray) -> np.ndarray:
+    """Return 1 where the first and last symbols differ, which means that the count of ab and ba pairs is odd."""
+    return strings[:, :1] ^ strings[:, -1:]
+
+
+def compute_parity(strings: np.ndarray) -> np.ndarray:
+    """Return 1 where the count of b is odd."""
+    return strings.sum(1, keepdims=True) % 2
+
+
+def add_moves(strings: np.ndarray) -> np.ndarray:
+    """Return the final position on a circle of five after moves of -1, 0 and +1."""
+    return (strings - 1).sum(1, keepdims=True) % MODULUS
+
+
+@task("regular", symbols="ab", answer_symbols="01", solve=compare_ends)
 def even_pairs(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
-    """Return 1 if the count of ab and ba pairs is odd, which means that the first and last symbols differ."""
+    """Return 1 if the count of ab and ba pairs is odd."""
     strings = rng.integers(0, 2, (batch_size, length))
-    return strings, strings[:, :1] ^ strings[:, -1:]
+    return strings, compare_ends(strings)
 
 
-@task("regular", symbols="ab", answer_symbols="01")
+@task("regular", symbols="ab", answer_symbols="01", solve=compute_parity)
 def parity_check(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return 1 if the count of b is odd."""
     strings = rng.integers(0, 2, (batch_size, length))
-    return strings, strings.sum(1, keepdims=True) % 2
+    return strings, compute_parity(strings)
 
 
-@task("regular", symbols="-0+", answer_symbols="01234")
+@task("regular", symbols="-0+", answer_symbols="01234", solve=add_moves)
 def cycle_navigation(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
-    """Return the final position on a circle of five after moves of -1, 0 and +1."""
+    """Return the final position on a circle of five."""
     strings = rng.integers(0, 3, (batch_size, length))
-    return strings, (strings - 1).sum(1, keepdims=True) % MODULUS
+    return strings, add_moves(strings)
 
 
 # The ninth symbol belongs to the alphabet of Deletang et al. but occurs in no string.
