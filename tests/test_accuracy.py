@@ -10,7 +10,7 @@ from stackexp.evaluation.accuracy import compute_scores, format_accuracy, get_ra
 
 
 def test_scores_are_means_over_all_lengths_of_a_range():
-    data = FormalLanguageConfig()
+    data = FormalLanguageConfig(max_length=40, eval_max_length=500)
     assert get_ranges(data) == [(41, 100), (41, 500)]
     falling = {n: 1 / n for n in range(1, 501)}
     scores = compute_scores(data, falling)
@@ -21,7 +21,7 @@ def test_scores_are_means_over_all_lengths_of_a_range():
 @pytest.mark.parametrize("stride", [7, 27, 51])
 def test_scores_of_every_nth_length_are_not_biased(stride):
     """The accuracy falls from 1 at 41 symbols to 0.5, as on compute_sqrt."""
-    data = FormalLanguageConfig()
+    data = FormalLanguageConfig(max_length=40, eval_max_length=500)
     exact = {n: 0.5 + 0.5 * math.exp(-(n - 41) / 60) for n in range(1, 501)}
     strided = {n: value for n, value in exact.items() if (n - 41) % stride == 0}
     for key, score in compute_scores(data, exact).items():
@@ -37,7 +37,9 @@ def test_length_ranges_come_from_the_config():
 
 def test_table_shows_scores_and_lengths_closest_to_round_values():
     runs = {"stacktrans": dict.fromkeys((9, 41, 101, 499), 1.0), "lstm": {9: 1.0, 41: 0.9, 101: 0.5, 499: 0.4}}
-    _, _, head, _, first, second = format_accuracy(FormalLanguageConfig(), runs).splitlines()
+    _, _, head, _, first, second = format_accuracy(
+        FormalLanguageConfig(max_length=40, eval_max_length=500), runs
+    ).splitlines()
     assert head.split() == ["41..100", "41..500", "9", "41", "101", "499"]
     assert first.split() == ["stacktrans", "1.000", "1.000", "1.00", "1.00", "1.00", "1.00"]
     assert second.split() == ["lstm", "0.703", "0.483", "1.00", "0.90", "0.50", "0.40"]
