@@ -112,7 +112,7 @@ def flip(build, name: str, index: tuple[int, ...]):
 
 
 def certify(capsys, arguments, *options: str) -> tuple[int, str, dict]:
-    code = cli.main(["certify", *arguments, "--strings", "200", "--max_length", "60", *options])
+    code = cli.main(["certify", *arguments, "--strings", "200", "--max-length", "60", *options])
     printed = capsys.readouterr().out
     record = json.loads(Path(arguments[-1], "certificate.json").read_text())
     assert printed.endswith(f"verdict: {record['verdict']}\n")

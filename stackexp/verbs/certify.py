@@ -24,7 +24,7 @@ class Certify(Verb):
         strings = "random strings (default: %(default)s)"
         parser.add_argument("--strings", type=at_least(100), default=10_000, metavar="N", help=strings)
         length = "symbols of the longest string that the verdict is about (default: %(default)s)"
-        parser.add_argument("--max_length", type=at_least(20), default=1000, metavar="N", help=length)
+        parser.add_argument("--max-length", type=at_least(20), default=1000, metavar="N", help=length)
         exhaustive = "compare all strings of up to N symbols (default: about 100,000 strings)"
         parser.add_argument("--exhaustive", type=at_least(1), metavar="N", help=exhaustive)
         parser.add_argument("--out", metavar="FOLDER", help="write here instead of RUN/certificate")
