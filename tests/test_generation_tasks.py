@@ -96,7 +96,7 @@ def test_dyck_strings_are_balanced_and_reach_the_depth(types, depth):
 
 
 def test_closing_brackets_need_80_percent_of_the_probability_of_closing_brackets():
-    """As in Hewitt et al. 2020; opening brackets do not compete."""
+    """Opening brackets do not compete, as in Hewitt et al. 2020."""
     module = Transduction.__new__(Transduction)
     torch.nn.Module.__init__(module)
     module.config = type("Config", (), {"data": type("Data", (), {"task": "dyck_2_3"})})

@@ -362,3 +362,10 @@ def test_shipped_verdicts_compose(path):
     verdict = load_verdicts(path)[-1]
     assert verdict.tuning is not None
     assert len(verdict.tuning.trials) >= 4 * len(verdict.arms)
+
+
+def test_a_verdict_file_is_not_a_sweep(question, capsys):
+    assert main(["sweep", "run", str(question.path)]) == 2
+    assert capsys.readouterr().err.endswith(
+        f"a question, not a sweep; run: python -m stackexp verdict {question.path}\n"
+    )

@@ -223,6 +223,9 @@ def load_sweep(target: str, overrides: Iterable[str] = ()) -> Sweep:
     """Load a sweep by name, file or folder and check everything except its trials. Raises ConfigError."""
     path = _find_sweep(target)
     _, tree = read_file(path)
+    if "arms" in tree:
+        shown = display_path(path)
+        raise ConfigError(f"{shown}: arms: a question, not a sweep; run: python -m stackexp verdict {shown}")
     config = build_dataclass(SweepConfig, tree)
     sweep = Sweep(path, config, _find_origins(config, tree), tuple(overrides))
     for key, _, origin in split_overrides(sweep.all_overrides):
