@@ -25,7 +25,7 @@ from stackexp.reports.interventions import build_interventions
 from stackexp.reports.verdict import compute_best_of, find_share_of_steps
 from stackexp.runs import RunFolder
 from stackexp.sweeps.tuning import TunedSpace, Tuning, estimate_noise
-from stackexp.sweeps.verdict import VerdictConfig, load_verdict, load_verdicts
+from stackexp.sweeps.verdict import Plan, VerdictConfig, load_verdict, load_verdicts
 
 VERDICTS = Path(__file__).parents[1] / "verdicts"
 DIVERGED = "step 3: loss nan with gradient norm nan on sequences [1] of rank 0; nothing was updated"
@@ -237,6 +237,7 @@ def test_another_question_needs_another_name(question, capsys):
         ({"score": "average.accuracy"}, "average.accuracy is an accuracy; expected a loss"),
         ({"overrides": ["optimizer.lr=1"]}, "optimizer.lr is chosen by the verdict"),
         ({"overrides": ["seed=1"]}, "seed is chosen by the verdict"),
+        ({"tuning": {"space": {"a": {"values": [1]}}, "overrides": ["a=1"]}}, "a is chosen by the verdict"),
         ({"efect": 1}, "did you mean 'effect'?"),
         ({"grid": 1}, "grid: unknown key; a verdict has arms, baseline"),
     ],
@@ -331,6 +332,16 @@ def test_pairs_are_planned_from_runs_on_record(capsys):
     assert 15 < int(pooled[-2]) < 60
     assert main(["plan", "--effect", "0.01"]) == 2
     assert "--effect requires --runs" in capsys.readouterr().err
+
+
+def test_overrides_of_the_search_do_not_reach_the_pairs(question):
+    question.keys["tuning"]["overrides"] = ["data.eval_sequences=3"]
+    question.write(pairs=4)
+    verdict = question.load()
+    assert verdict.tuning is not None
+    pairs = verdict.build_pairs(Plan({}, {arm: {} for arm in verdict.arms}, [100]))
+    found = [[trial.config.data.eval_sequences for trial in stage.trials.values()] for stage in (verdict.tuning, pairs)]
+    assert set(found[0]) == {3} != set(found[1])
 
 
 def test_a_question_is_repeated_for_each_value_with_scaled_steps(question):

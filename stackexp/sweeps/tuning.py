@@ -31,12 +31,13 @@ class Tuning:
     """The search of every arm: the same points, or as many draws, on the same seeds.
 
     Without `trials`, the points are all combinations of the values. With `trials`, they are quasi-random draws; all
-    arms that tune a key get the same values of it.
+    arms that tune a key get the same values of it. `overrides` are for its runs only, such as a shorter test.
     """
 
     space: dict[str, TunedSpace] = field(default_factory=dict)
     trials: Optional[int] = option(None, min=1)
     seeds: list[int] = field(default_factory=lambda: [50, 51])
+    overrides: list[str] = field(default_factory=list)
 
     def find_errors(self) -> Errors:
         """Check the spaces and the seeds."""

@@ -226,8 +226,8 @@ class Verdict:
 
     def _build_stage(self, name: str, runs: dict["Key", Values]) -> "Stage":
         """Build a sweep whose trials are distinct; arms with the same config share theirs."""
-        base = self._build_sweep(f"{self.name}/{name}", [])
-        entries: dict[str, Values] = {}
+        build = partial(self._build_sweep, f"{self.name}/{name}", is_search=name == "tuning")
+        base, entries = build([]), dict[str, Values]()
         trials: dict[Key, Trial] = {}
         for (arm, point, seed), values in runs.items():
             entry = next(entry for entry in self.config.arms if entry["name"] == arm)
@@ -236,7 +236,7 @@ class Verdict:
             ((label, own),) = expand(SweepConfig(list=[entry]))
             trial = trials[arm, point, seed] = base.build_trial(own, label)
             entries.setdefault(compute_config_hash(trial.config), entry)
-        sweep = self._build_sweep(base.name, list(entries.values()))
+        sweep = build(list(entries.values()))
         first = {compute_config_hash(trial.config): trial for trial in reversed(trials.values())}
         return Stage(sweep, {key: first[compute_config_hash(trial.config)] for key, trial in trials.items()})
 
@@ -246,8 +246,9 @@ class Verdict:
         _ = self.tuning
         self.build_pairs(plan or self._build_plan({arm: {} for arm in self.arms}, MIN_PLANNED, None))
 
-    def _build_sweep(self, name: str, entries: list[Values]) -> Sweep:
+    def _build_sweep(self, name: str, entries: list[Values], is_search: bool = False) -> Sweep:
         config = self.config
+        overrides = config.overrides + (config.tuning.overrides if config.tuning and is_search else [])
         keys: list[str] = [key for key in self.tree if key in ("config", "overrides")]
         origins = {key: find_origin(self.tree[key]) for key in keys}
         origins |= {key: find_origin(self.tree["arms"]) for entry in config.arms for key in entry}
@@ -258,7 +259,7 @@ class Verdict:
             name=name,
             config=config.config,
             folder=config.folder,
-            overrides=config.overrides,
+            overrides=overrides,
             objective=config.score,
             resources=config.resources,
             retries=config.retries,
@@ -366,9 +367,7 @@ class Verdict:
         config = self.config
         fixed = {"config": config.config, "overrides": [*config.overrides, *self.overrides], "arms": config.arms}
         fixed |= {"baseline": self.baseline, "effect": config.effect, "score": config.score}
-        return (
-            fixed if config.equal == "tokens" else fixed | {"equal": config.equal}
-        )  # plans before this key had tokens
+        return fixed if config.equal == "tokens" else fixed | {"equal": config.equal}  # older plans lack the key
 
     def run(self, launcher: str = "local", max_parallel: int | None = None) -> bool:
         """Run the missing trials of both stages, until every arm is decided. Return False if some were only submitted.
@@ -414,7 +413,7 @@ class Verdict:
         if not part:
             return True
         try:
-            sweep = self._build_sweep(str(stage.sweep.config.name), part)
+            sweep = self._build_sweep(str(stage.sweep.config.name), part, is_search=stage is self.tuning)
             run_sweep(sweep, launcher=launcher, max_parallel=max_parallel, whole=stage.sweep)
         except RunError:
             if stage.read_scores().keys() >= set(keys):  # the failed trials diverged
@@ -431,8 +430,9 @@ def load_verdict(path: Path, overrides: Iterable[str] = ()) -> Verdict:
     """Load and check the file of a verdict. Raises ConfigError."""
     _, tree = read_file(path)
     config, overrides = build_dataclass(VerdictConfig, tree), tuple(overrides)
-    own = {"seed", "name", *(key for arm in config.arms for key in arm), *(config.tuning or Tuning()).space}
-    for key, _, origin in split_overrides([*config.overrides, *overrides]):
+    tuning = config.tuning or Tuning()
+    own = {"seed", "name", *(key for arm in config.arms for key in arm), *tuning.space}
+    for key, _, origin in split_overrides([*config.overrides, *tuning.overrides, *overrides]):
         if key in own:
             raise ConfigError(f"{key} is chosen by the verdict, or differs between its arms; change it there", origin)
     return Verdict(path, config, tree, overrides)
