@@ -32,13 +32,6 @@ class Automaton:
             states[:, i] = current = self.transitions[current, symbols]
         return states
 
-    def tabulate(self, length: int) -> list[np.ndarray]:
-        """Return the outputs of all strings of 0 .. `length` symbols; see `regular.tabulate`."""
-        states = [np.zeros(1, np.int64)]
-        for _ in range(length):
-            states.append(self.transitions[states[-1]].ravel())
-        return [self.outputs[row] for row in states]
-
 
 def build_automaton(start: Hashable, move: Callable, answer: Callable, num_symbols: int) -> Automaton:
     """Return the machine of a rule: `move(state, symbol)` is the next state, `answer(state)` the output."""
@@ -144,6 +137,10 @@ class StackTask:
     pushdown: Pushdown
     may_follow: np.ndarray  # bool [symbols + 1, symbols]: symbols after each symbol, and in the last row at the start
     is_last: np.ndarray  # bool [symbols]: symbols that may end a string of two or more symbols
+
+    def are_strings(self, prefixes: np.ndarray) -> np.ndarray:
+        """Return True for prefixes [B, L] that are strings of the task: bool [B]."""
+        return np.full(len(prefixes), prefixes.shape[1] == 1) | self.is_last[prefixes[:, -1]]
 
 
 STACK_TASKS: dict[str, StackTask] = {

@@ -33,7 +33,7 @@ SEED = 44
 
 @dataclass
 class Certificate:
-    """The verdict with its reasons. `proved` and `measured` are sentences, `numbers` are by name."""
+    """The verdict with its reasons. `proved` and `measured` are sentences."""
 
     task: str
     differs_at: list[tuple[int, ...]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Certificate:
     agrees_up_to: int = 0
     proved: list[str] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
-    numbers: dict[str, Any] = field(default_factory=dict)
+    missing_rules: list[dict[str, Any]] | None = None
     automaton: dict[str, Any] | None = None
     figure: Any = None
 
@@ -117,14 +117,21 @@ def certify_regular(
     )
     add_loops(result, machine, expected, max_length)
     add_closure(result, loaded, machine, learned, expected)
-    add_hard_regular(result, loaded, machine, table, drawn, streams, n, lengths)
-    states = np.stack([expected.run(strings)[:, -1] for strings in drawn.strings])
-    layers = regular.cluster_states(contents[len(contents) // 2 :], states[len(contents) // 2 :])
-    result.numbers["layers"] = layers
-    best = max(layers, key=lambda layer: layer["identified"])
+    hard = Machine(harden(loaded), machine.empty_token)
+    short = regular.tabulate(hard, max(1, n - 3), symbols)
+    long, _ = regular.sample(hard, streams[: max(1, len(streams) // 10)], lengths)
+    wrong = sum(answers.compare(expected)[0] for answers in (short, long))
     result.measured.append(
-        f"the slots of layer {best['layer']} identify the state of the automaton in {best['identified']:.1%} of random "
-        f"strings; mean distance within a state / smallest distance between states: {best['within_over_between']:.2g}"
+        f"with hard actions (logits x {HARDNESS:.0e}): wrong on {wrong} of "
+        f"all strings of up to {max(1, n - 3)} symbols and {long.count:,} random ones"
+    )
+    states = np.stack([expected.run(strings)[:, -1] for strings in drawn.strings])
+    half = len(contents) // 2
+    layers = regular.identify_states(contents[half:], states[half:])
+    layer, (identified, ratio) = max(layers.items(), key=lambda item: item[1][0])
+    result.measured.append(
+        f"the slots of layer {layer} identify the state of the automaton in {identified:.1%} of random strings; mean "
+        f"distance within a state / smallest distance between states: {ratio:.2g}"
     )
     add_gap(result, loaded, min(table.gap, drawn.gap), streams[:8])
     return result
@@ -162,7 +169,6 @@ def describe_learned(
     for length in np.linspace(1, 1000, max(1, num_strings // rows)).astype(int):
         batch = TASKS[task].sample(rng, rows, int(length))
         wrong += int((learned.outputs[learned.run(batch.inputs)[:, -1]] != batch.targets[:, 0]).sum())
-    result.numbers["automaton_differs_from_labels"] = wrong
     result.measured.append(f"{num_strings:,} random strings of up to 1,000 symbols: automaton and labels of the task "
                            f"differ on {wrong}")  # fmt: skip
 
@@ -184,7 +190,6 @@ def add_loops(result: Certificate, machine: Machine, expected: Automaton, max_le
             f"{format_string(symbols, first)}, a string of {len(first)} symbols"
         )
     else:
-        result.numbers["limit"] = {"string": format_string(symbols, first), "length": len(first)}
         result.measured.append(
             f"limit: beyond {max_length:,} symbols the network differs at {format_string(symbols, first)}, found by "
             f"repeating short words; so it is not the automaton for strings of every length"
@@ -216,34 +221,9 @@ def add_closure(
         result.differs_at.append(difference)
         return
     result.is_automaton = not result.differs_at
-    result.numbers["reached_states"] = count
     result.proved.append(
         f"strings of every length reach only {count:,} states, compared bit for bit, in float32 on this processor; "
         f"merged by their answers they are the automaton of the task, so the network is the automaton"
-    )
-
-
-def add_hard_regular(
-    result: Certificate,
-    loaded: LoadedRun,
-    machine: Machine,
-    table: regular.Answers,
-    drawn: regular.Answers,
-    streams: np.ndarray,
-    n: int,
-    lengths: list[int],
-) -> None:
-    """Compare with the network whose actions are one-hot."""
-    hard = Machine(harden(loaded), machine.empty_token)
-    short = regular.tabulate(hard, max(1, n - 3), TASKS[result.task].num_symbols)
-    rows = streams[: max(1, len(streams) // 10)]
-    long, _ = regular.sample(hard, rows, lengths)
-    wrong = sum(int((a != b[: len(a)]).sum()) for a, b in zip(short.answers[1:], table.answers[1:], strict=False))
-    wrong += sum(int((a != b[: len(a)]).sum()) for a, b in zip(long.answers, drawn.answers, strict=True))
-    result.numbers["hardened_differs"] = wrong
-    result.measured.append(
-        f"with hard actions (logits x {HARDNESS:.0e}): {wrong} other answers on all strings of up to {max(1, n - 3)} "
-        f"symbols and {long.count:,} random ones"
     )
 
 
@@ -261,7 +241,6 @@ def add_gap(result: Certificate, loaded: LoadedRun, gap: float, strings: np.ndar
         machine = Machine(model, TASKS[result.task].num_symbols)
         logits.append(machine.answer(machine.read(Cache(), strings), len(strings)).double())
     error = float((logits[0] - logits[1]).abs().max())
-    result.numbers |= {"smallest_answer_gap": gap, "rounding_error": error}
     result.measured.append(
         f"smallest gap between the two largest logits of an answer: {gap:.3g}; float32 against float64 at "
         f"{strings.shape[1]:,} symbols: {error:.2g}"
@@ -274,7 +253,7 @@ def certify_stack(
     """Certify a network on a stack task."""
     task = TASKS[loaded.config.data.task]
     expected, result, rng = STACK_TASKS[task.name], Certificate(task.name), np.random.default_rng(SEED)
-    n = exhaustive or max(n for n in range(1, 20) if stacks.count_work(expected, n) < EXHAUSTIVE_TOKENS or n == 1)
+    n = exhaustive or stacks.choose_length(expected, EXHAUSTIVE_TOKENS)
     short = stacks.compare_all(machine, expected, task.output_length, n)
     num_slots = machine.model.memories[0].num_slots
     longest = min(max_length, num_slots)
@@ -296,11 +275,9 @@ def certify_stack(
         f"the same strings: pushdown automaton and labels of the task differ on {labels_differ}",
         f"the stack has {num_slots} slots (eval_num_slots): longer contents are lost",
     ]
-    result.numbers |= {"automaton_differs_from_labels": labels_differ, "num_slots": num_slots}
     hard = Machine(harden(loaded), machine.empty_token)
     few = [batch.inputs[: max(1, len(batch.inputs) // 10)] for batch in batches]
     hardened = stacks.compare_random(hard, expected, task.output_length, few)
-    result.numbers["hardened_differs"] = hardened.differing
     result.measured.append(
         f"with hard actions (logits x {HARDNESS:.0e}): wrong on {hardened.differing} of {hardened.count:,} random "
         f"strings"
@@ -321,15 +298,10 @@ def add_heads(
 ) -> None:
     """Name the heads that are the stack, and the argument by which they extend to longer strings."""
     heads = stacks.find_stack_heads(machine.model, expected, machine.empty_token, sample, num_empty)
-    result.numbers["stack_heads"] = [
-        {k: v for k, v in h.items() if k != "pushdown"} | {"actions": stacks.describe_actions(h["pushdown"])}
-        for h in heads
-    ]
     if not heads:
         result.measured.append("no head is a stack of the symbols: its actions depend on more than the token")
         return
     best = min(heads, key=lambda head: head["largest_leak_of_a_string"])
-    is_equal = best["pushdown"] == expected.pushdown
     where = f"layer {best['layer']}, head {best['head']}"
     result.measured += [
         f"{len(heads)} heads act by the token alone on {len(sample)} strings of {sample.shape[1]} symbols and have the "
@@ -340,7 +312,7 @@ def add_heads(
         f"{where}: the read identifies the symbol on top in {best['read_identifies_the_top_symbol']:.2%}; it differs "
         f"from that of a hard stack by at most {best['read_error']:.2g} of a push",
     ]
-    if is_equal:
+    if best["pushdown"] == expected.pushdown:
         result.proved.append(
             f"product of the pushdown automaton extracted from {where} and the task's: the same action for every token "
             f"and the same answer for every top, so they are equal on strings of any length. The network equals the "
@@ -351,10 +323,9 @@ def add_heads(
 
 def list_missing_rules(machine: Machine) -> Certificate:
     """List the rules of modular arithmetic with brackets that a network lacks."""
-    result, missing = Certificate(brackets.TASK), brackets.find_missing_rules(machine)
-    result.numbers["missing_rules"] = missing
+    result = Certificate(brackets.TASK, missing_rules=brackets.find_missing_rules(machine))
     symbols = TASKS[brackets.TASK].symbols
-    for rule in missing:
+    for rule in result.missing_rules or ():
         expressions = rule["wrong_expressions"]
         result.differs_at += [tuple(map(symbols.index, text)) for text in expressions]
         result.measured.append(
@@ -381,7 +352,7 @@ def write_certificate(result: Certificate, loaded: LoadedRun, folder: Path, seco
             "proved": result.proved,
             "measured": result.measured,
             "automaton": result.automaton,
-            "numbers": result.numbers,
+            "missing_rules": result.missing_rules,
             "seconds": round(seconds, 1),
             "torch": torch.__version__,
             "processor": platform.machine(),

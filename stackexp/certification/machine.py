@@ -1,5 +1,6 @@
 """A trained network as a machine: it reads symbols and answers, batch by batch, from states that can be copied."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from stackexp.models.transformer import Cache
 
+ROWS = 2048  # strings processed at once
 CHUNK = 64  # tokens read at once: longer chunks compute a larger part of windowed attention in vain
 
 
@@ -60,6 +62,53 @@ def hash_rows(cache: Cache) -> list[bytes]:
     tensors = tree_flatten([cache.keys_values, [state.slots for state in cache.states.values()]])[0]
     rows = torch.cat([x.flatten(1) for x in tensors], 1) + 0.0  # -0.0 and 0.0 are one state
     return [row.tobytes() for row in rows.numpy()]
+
+
+def list_prefixes(may_follow: np.ndarray, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return (prefixes [B, L], numbers of the prefixes without their last symbol [B]) for L = 0 .. `length`.
+
+    The prefixes are in lexicographic order. `may_follow` is that of `StackTask`.
+    """
+    levels = [(np.zeros((1, 0), np.int64), np.zeros(1, np.int64))]
+    for n in range(length):
+        strings = levels[-1][0]
+        parents, symbols = np.nonzero(may_follow[strings[:, -1] if n else [-1]])
+        levels.append((np.column_stack([strings[parents], symbols]), parents))
+    return levels
+
+
+def walk_prefixes(
+    machine: Machine, levels: list[tuple[np.ndarray, np.ndarray]]
+) -> Iterator[tuple[int, np.ndarray, Cache]]:
+    """Yield (L, numbers [B] of prefixes, state) until all prefixes of L = 1, 2, ... symbols were read."""
+    waiting = [(0, np.zeros(1, np.int64), Cache())]
+    while waiting:  # depth first, so that few states are held
+        length, numbers, cache = waiting.pop()
+        if length:
+            yield length, numbers, cache
+        if length + 1 == len(levels):
+            continue
+        strings, parents = levels[length + 1]
+        children = np.flatnonzero(np.isin(parents, numbers))
+        for start in range(0, len(children), ROWS):
+            part = children[start : start + ROWS]
+            before = select_rows(cache, np.searchsorted(numbers, parents[part]))
+            waiting.append((length + 1, part, machine.read(before, strings[part, -1:])))
+
+
+def identify_labels(values: Tensor, labels: np.ndarray, is_known: np.ndarray) -> tuple[float, float]:
+    """Compare vectors [N, D] with the centers of the labels [N], which are means over the vectors with `is_known` [N].
+
+    Returns:
+        The share of the other vectors whose nearest center is that of their label.
+        Their mean distance to that center, over the smallest distance between two centers.
+    """
+    found, labels = np.unique(labels, return_inverse=True)
+    centers = torch.stack([values[is_known & (labels == label)].mean(0) for label in range(len(found))])
+    distances, expected = torch.cdist(values[~is_known], centers), torch.from_numpy(labels[~is_known])
+    within = distances.gather(1, expected[:, None]).mean()
+    between = torch.pdist(centers).min() if len(found) > 1 else torch.tensor(float("nan"))
+    return float((distances.argmin(1) == expected).float().mean()), float(within / between)
 
 
 def measure_gaps(logits: Tensor) -> np.ndarray:

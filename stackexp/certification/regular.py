@@ -9,12 +9,21 @@ import numpy as np
 import torch
 from aalpy.base import SUL, Oracle
 from aalpy.learning_algs import run_Lstar
+from torch import Tensor
 
 from stackexp.certification.automata import Automaton, build_automaton, minimize
-from stackexp.certification.machine import Machine, flatten_stacks, hash_rows, measure_gaps, select_rows
+from stackexp.certification.machine import (
+    Machine,
+    flatten_stacks,
+    hash_rows,
+    identify_labels,
+    list_prefixes,
+    measure_gaps,
+    select_rows,
+    walk_prefixes,
+)
 from stackexp.models.transformer import Cache
 
-ROWS = 2048  # strings processed at once
 MAX_STATES = 4096  # of the search for exact repetition
 MAX_QUERIES = 1000  # prefixes of queries of L*; the automata of the tasks need about a hundred
 LOOP_CHUNK = 100  # symbols between two answers of a loop
@@ -54,24 +63,11 @@ def ask(machine: Machine, cache: Cache, rows: int) -> tuple[np.ndarray, float]:
 
 def tabulate(machine: Machine, length: int, num_symbols: int) -> Answers:
     """Return the answers to all strings of 1 .. `length` symbols, each length in lexicographic order."""
-    numbers = [np.arange(num_symbols**n) for n in range(length + 1)]
-    strings = [np.stack([row // num_symbols**i % num_symbols for i in reversed(range(n))], 1) if n else
-               np.zeros((1, 0), np.int64) for n, row in enumerate(numbers)]  # fmt: skip
-    table = Answers(strings, [np.full(len(row), -1) for row in numbers])
-    waiting = [(Cache(), np.zeros(1, np.int64), 0)]
-    while waiting:  # depth first, so that few states are held
-        cache, prefixes, depth = waiting.pop()
-        if depth:
-            table.answers[depth][prefixes], gap = ask(machine, cache, len(prefixes))
-            table.gap = min(table.gap, gap)
-        if depth == length:
-            continue
-        parents = np.repeat(np.arange(len(prefixes)), num_symbols)
-        children = (prefixes[:, None] * num_symbols + np.arange(num_symbols)).ravel()
-        for start in range(0, len(children), ROWS):
-            part = slice(start, start + ROWS)
-            symbols = strings[depth + 1][children[part], -1:]
-            waiting.append((machine.read(select_rows(cache, parents[part]), symbols), children[part], depth + 1))
+    levels = list_prefixes(np.ones((num_symbols + 1, num_symbols), bool), length)
+    table = Answers([strings for strings, _ in levels], [np.full(len(strings), -1) for strings, _ in levels])
+    for depth, prefixes, cache in walk_prefixes(machine, levels):
+        table.answers[depth][prefixes], gap = ask(machine, cache, len(prefixes))
+        table.gap = min(table.gap, gap)
     return table
 
 
@@ -223,27 +219,18 @@ def merge_states(closed: Automaton, empty_answer: int) -> Automaton:
     return minimize(Automaton(closed.transitions, np.array([empty_answer, *closed.outputs[1:]])))
 
 
-def cluster_states(contents: list[dict[int, torch.Tensor]], states: np.ndarray) -> list[dict[str, Any]]:
-    """Measure for each layer how the contents of its stack cluster by the state of the automaton.
+def identify_states(contents: list[dict[int, Tensor]], states: np.ndarray) -> dict[int, tuple[float, float]]:
+    """Measure for each layer how well the contents of its stack identify the state of the automaton.
 
     Args:
         contents: {layer: [B, values]} at several lengths.
         states: The state of the automaton of each string at each length, [lengths, B].
 
     Returns:
-        For each layer, the share of contents whose nearest center is that of their state; the centers are means over
-        the other half of the strings. And the mean distance within a state over the smallest between two centers.
+        {layer: the results of `identify_labels`}, whose centers are means over one half of the strings.
     """
-    layers, (num_lengths, rows), labels = [], states.shape, torch.from_numpy(states)
-    half = torch.arange(rows) < rows // 2
-    for layer in contents[-1]:
-        values = torch.stack([of_length[layer] for of_length in contents[-num_lengths:]])  # [lengths, B, values]
-        known = sorted(set(states.ravel().tolist()))
-        centers = torch.stack([values[:, half][labels[:, half] == state].mean(0) for state in known])
-        distances = torch.cdist(values[:, ~half].flatten(0, 1), centers)
-        expected = torch.tensor([known.index(s) for s in labels[:, ~half].flatten().tolist()])
-        between = torch.pdist(centers).min() if len(known) > 1 else torch.tensor(float("nan"))
-        within = distances.gather(1, expected[:, None]).mean()
-        right = (distances.argmin(1) == expected).float().mean()
-        layers.append({"layer": layer, "identified": float(right), "within_over_between": float(within / between)})
-    return layers
+    is_known = np.arange(states.size) % states.shape[1] < states.shape[1] // 2
+    return {
+        layer: identify_labels(torch.cat([at_length[layer] for at_length in contents]), states.ravel(), is_known)
+        for layer in contents[-1]
+    }

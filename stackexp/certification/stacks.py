@@ -1,7 +1,6 @@
 """Certify a network on a stack task: find the heads that are the stack, and compare all short and random strings."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,13 +8,18 @@ import torch
 from torch import Tensor
 
 from stackexp.certification.automata import NO_OP, NO_STRING, POP, PUSH, Pushdown, StackTask
-from stackexp.certification.machine import Machine, measure_gaps, select_rows
+from stackexp.certification.machine import (
+    Machine,
+    identify_labels,
+    list_prefixes,
+    measure_gaps,
+    select_rows,
+    walk_prefixes,
+)
 from stackexp.models.memories.stack import StackMemory
 from stackexp.models.stack_recording import wrap_method
 from stackexp.models.transformer import Cache
 from stackexp.stack import use_implementation
-
-ROWS = 1024  # strings processed at once
 
 
 @dataclass
@@ -40,43 +44,26 @@ class Comparison:
             self.first = tuple(map(int, strings[np.flatnonzero(wrong)[0]]))
 
 
-def list_strings(task: StackTask, length: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield (L, prefixes [B, L], parents [B], is_string [B]) of all prefixes of strings, for L = 1 .. `length`."""
-    last, strings = np.array([-1]), np.zeros((1, 0), np.int64)
-    for n in range(1, length + 1):
-        parents, symbols = np.nonzero(task.may_follow[last])
-        strings = np.column_stack([strings[parents], symbols])
-        last = symbols
-        yield n, strings, parents, np.ones(len(strings), bool) if n == 1 else task.is_last[symbols]
-
-
-def count_work(task: StackTask, length: int) -> int:
-    """Return the tokens that the comparison of all strings of 1 .. `length` symbols reads."""
-    return sum(len(strings) * (n + 2) for n, strings, _, _ in list_strings(task, length))
+def choose_length(task: StackTask, max_tokens: int) -> int:
+    """Return the longest length, up to 19, for which `compare_all` reads fewer tokens than `max_tokens`, or 1."""
+    counts, tokens = task.may_follow[-1].astype(np.int64), 0  # prefixes by their last symbol
+    for length in range(1, 20):
+        tokens += int(counts.sum()) * (length + 2)
+        if tokens >= max_tokens:
+            return max(1, length - 1)
+        counts = counts @ task.may_follow[:-1]
+    return 19
 
 
 def compare_all(machine: Machine, task: StackTask, num_empty: Any, length: int) -> Comparison:
     """Compare all strings of 1 .. `length` symbols; `num_empty` is the answer's length by string length."""
-    found = Comparison()
-    levels = {n: (strings, parents, ends) for n, strings, parents, ends in list_strings(task, length)}
-    waiting: list[tuple[Cache, int, np.ndarray]] = [(Cache(), 0, np.zeros(1, np.int64))]
-    while waiting:  # depth first, so that few states are held
-        cache, depth, numbers = waiting.pop()
-        if depth:
-            strings, _, ends = levels[depth]
-            rows = np.flatnonzero(ends[numbers])
-            if len(rows):
-                chosen = strings[numbers[rows]]
-                expected = task.pushdown.run(chosen, num_empty(depth))
-                found.add(machine, select_rows(cache, rows), chosen, expected)
-        if depth == length:
-            continue
-        strings, parents, _ = levels[depth + 1]
-        children = np.flatnonzero(np.isin(parents, numbers))
-        for start in range(0, len(children), ROWS):
-            part = children[start : start + ROWS]
-            rows = np.searchsorted(numbers, parents[part])
-            waiting.append((machine.read(select_rows(cache, rows), strings[part, -1:]), depth + 1, part))
+    found, levels = Comparison(), list_prefixes(task.may_follow, length)
+    for depth, numbers, cache in walk_prefixes(machine, levels):
+        prefixes = levels[depth][0][numbers]
+        rows = np.flatnonzero(task.are_strings(prefixes))
+        if len(rows):
+            expected = task.pushdown.run(prefixes[rows], num_empty(depth))
+            found.add(machine, select_rows(cache, rows), prefixes[rows], expected)
     return found
 
 
@@ -89,30 +76,19 @@ def compare_random(machine: Machine, task: StackTask, num_empty: Any, streams: l
     return found
 
 
-@dataclass
-class HeadRecord:
-    """The values of the heads of one layer: pushes x, action probabilities and reads, each a batch [B, T, H, ...]."""
-
-    layer: int
-    pushes: list[Tensor] = field(default_factory=list)
-    actions: list[Tensor] = field(default_factory=list)
-    reads: list[Tensor] = field(default_factory=list)
-
-
-def record_heads(model: Any, tokens: Tensor) -> list[HeadRecord]:
-    """Run the model on tokens [B, T] and return the values of the heads of each stack."""
-    records = {memory: HeadRecord(memory.layer) for memory in model.memories if isinstance(memory, StackMemory)}
+def record_heads(model: Any, tokens: Tensor) -> dict[StackMemory, list[Tensor]]:
+    """Run the model on tokens [B, T]; return pushes x, action probabilities and reads [B, T, H, ...] of each stack."""
+    records: dict[StackMemory, list[Tensor]] = {}
 
     def record(memory: StackMemory, update: Any, state: Any, x: Tensor, logits: Tensor, h: Tensor) -> Any:
         output, state = update(state, x, logits, h)
-        of_layer = records[memory]
-        for values, new in ((of_layer.pushes, x), (of_layer.actions, output.action), (of_layer.reads, output.read)):
-            values.append(new)
+        records[memory] = [x, output.action, output.read]
         return output, state
 
-    with wrap_method("update", dict.fromkeys(records, record)), torch.no_grad():
+    wrappers = {memory: record for memory in model.memories if isinstance(memory, StackMemory)}
+    with wrap_method("update", wrappers), torch.no_grad():
         model(tokens)
-    return list(records.values())
+    return records
 
 
 def find_stack_heads(
@@ -130,8 +106,8 @@ def find_stack_heads(
     expected, heads = task.pushdown.run(strings, num_empty), []
     with use_implementation("auto"):
         records = record_heads(model, torch.from_numpy(tokens))
-    for record in records:
-        actions, reads, pushes = record.actions[0].numpy(), record.reads[0].numpy(), record.pushes[0].numpy()
+    for memory, tensors in records.items():
+        pushes, actions, reads = (tensor.numpy() for tensor in tensors)
         for head in range(actions.shape[2]):
             chosen = actions[:, :, head].argmax(-1)
             table = [np.unique(chosen[kinds == kind]) for kind in range(num_symbols + 2)]
@@ -150,7 +126,7 @@ def find_stack_heads(
             identified = _identify(reads[:, :, head], tops, kinds, counted & (tops >= 0))
             heads.append(
                 {
-                    "layer": record.layer,
+                    "layer": memory.layer,
                     "head": head,
                     "pushdown": extracted,
                     "smallest_action_probability": float(probabilities[:, 2].min()),
@@ -178,17 +154,11 @@ def _stack_tops(chosen: np.ndarray, kinds: np.ndarray) -> np.ndarray:
 
 
 def _identify(reads: np.ndarray, tops: np.ndarray, kinds: np.ndarray, counted: np.ndarray) -> float:
-    """Return the share of reads [B, T, D] whose nearest center is that of the symbol on top.
-
-    The centers are means over one half of the strings, the share is of the other half.
-    """
+    """Return the share of reads [B, T, D] in one half of the strings that identify the symbol on top."""
     symbols = np.take_along_axis(kinds, np.maximum(tops, 0), 1)
-    half = np.arange(len(reads))[:, None] < len(reads) // 2
-    known = np.unique(symbols[counted])
-    centers = np.stack([reads[counted & half & (symbols == symbol)].mean(0) for symbol in known])
-    tested, truth = reads[counted & ~half], symbols[counted & ~half]
-    nearest = np.linalg.norm(tested[:, None] - centers, axis=-1).argmin(1)
-    return float((known[nearest] == truth).mean())
+    is_known = np.arange(len(reads))[:, None] < len(reads) // 2
+    is_known = np.broadcast_to(is_known, counted.shape)[counted]
+    return identify_labels(torch.from_numpy(reads[counted]), symbols[counted], is_known)[0]
 
 
 def _measure_leak(pushes: np.ndarray, reads: np.ndarray, tops: np.ndarray, counted: np.ndarray) -> float:
