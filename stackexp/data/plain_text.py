@@ -24,22 +24,8 @@ INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2028\u2029\u2060\ufeff\ue000-\uf8f
 
 MAIN_PARTS = ("//*[@role='main']", "//main", "//*[@id='page-content' or @id='DisplayArea']")
 DROPPED_TAGS = {
-    *(
-        "script",
-        "style",
-        "nav",
-        "header",
-        "footer",
-        "form",
-        "select",
-        "button",
-        "svg",
-        "math",
-        "img",
-        "noscript",
-        "head",
-    ),
-    *("info", "links", "media", "comment", "figure"),  # Mallard
+    *("script", "style", "nav", "header", "footer", "form", "select", "button", "svg", "math", "img", "noscript"),
+    *("head", "info", "links", "media", "comment", "figure"),  # from info on, Mallard's
 }
 DROPPED_CLASSES = re.compile(
     r"\b(nav|nav\w*|toc|toctree-wrapper|contents|sphinxsidebar\w*|related|headerlink|footer|header|path|lang\w*|book-nav\w*|"
@@ -177,31 +163,10 @@ def _remove(element: Any) -> None:
 
 
 ROFF_CHARACTERS = {
-    **{
-        "aq": "'",
-        "dq": '"',
-        "em": "—",
-        "en": "\u2013",
-        "bu": "•",
-        "lq": "“",
-        "rq": "”",
-        "oq": "\u2018",
-        "cq": "\u2019",
-        "ga": "`",
-    },
-    **{
-        "ti": "~",
-        "ha": "^",
-        "rs": "\\",
-        "mu": "\u00d7",
-        "<=": "≤",
-        ">=": "≥",
-        "->": "→",
-        "co": "©",
-        "hy": "-",
-        "!=": "≠",
-    },
-    **{"lB": "[", "rB": "]", "*m": "µ", "+-": "±", "bv": "|", "tm": "™", "de": "°", "if": "∞", "pi": "π", "sr": "√"},
+    **{"aq": "'", "dq": '"', "em": "—", "en": "\u2013", "bu": "•", "lq": "“", "rq": "”", "oq": "\u2018", "ga": "`"},
+    **{"cq": "\u2019", "ti": "~", "ha": "^", "rs": "\\", "mu": "\u00d7", "<=": "≤", ">=": "≥", "->": "→", "hy": "-"},
+    **{"!=": "≠", "lB": "[", "rB": "]", "*m": "µ", "+-": "±", "bv": "|", "tm": "™", "de": "°", "if": "∞", "pi": "π"},
+    **{"sr": "√", "co": "©"},
 }
 ROFF_ESCAPES = (
     (re.compile(r"\\\".*"), ""),
@@ -216,24 +181,7 @@ ROFF_ESCAPES = (
     (re.compile(r"\\([.'`])"), r"\1"),
 )
 ROFF_DROPPED = (
-    "TH",
-    "so",
-    "TS",
-    "ad",
-    "hy",
-    "in",
-    "de",
-    "ie",
-    "if",
-    "el",
-    "RS",
-    "RE",
-    "ft",
-    "ta",
-    "ne",
-    "nr",
-    "UE",
-    "ME",
+    *("TH", "so", "TS", "ad", "hy", "in", "de", "ie", "if", "el", "RS", "RE", "ft", "ta", "ne", "nr", "UE", "ME"),
 )
 
 
@@ -426,15 +374,7 @@ def read_r_strings(data: bytes) -> Iterator[list[str]]:
 
 
 READERS: dict[str, Callable[[bytes], Iterator[list[str]]]] = {
-    **{
-        "html": read_html,
-        "xml": read_xml,
-        "man": read_man,
-        "pod": read_pod,
-        "info": read_info,
-        "text": read_text,
-        "vim": read_vim,
-    },
-    **{"fortunes": read_fortunes, "dict": read_dict, "gcide": read_gcide, "wordnet": read_wordnet},
+    **{"html": read_html, "xml": read_xml, "man": read_man, "pod": read_pod, "info": read_info, "text": read_text},
+    **{"vim": read_vim, "fortunes": read_fortunes, "dict": read_dict, "gcide": read_gcide, "wordnet": read_wordnet},
     **{"sword": read_sword, "r": read_r_strings},
 }
