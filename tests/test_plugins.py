@@ -125,7 +125,7 @@ def test_a_task_with_the_name_of_ours_is_refused():
     write("ours.py", TASK_PLUGIN.replace("count_letters", "parity_check"))
     error = compose_error([write("x.yaml", "defaults: [formal/transformer]\nplugins: [ours.py]\n")])
     assert "task 'parity_check' is already registered by stackexp.tasks.regular; choose another name" in error
-    assert TASKS["parity_check"].symbols == ("a", "b")
+    assert TASKS["parity_check"].symbols == "ab"
 
 
 def test_explain_includes_the_options_of_a_plugin(capsys):

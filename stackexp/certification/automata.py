@@ -1,6 +1,6 @@
 """Moore machines and pushdown automata: those of the tasks, their comparison and their text."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,7 +158,7 @@ STACK_TASKS: dict[str, StackTask] = {
 # Text
 
 
-def format_string(symbols: tuple[str, ...], string: tuple[int, ...]) -> str:
+def format_string(symbols: Sequence[str], string: tuple[int, ...]) -> str:
     """Return a string with runs of ten or more equal symbols written as (symbol x length)."""
     separator = "" if all(len(symbol) == 1 for symbol in symbols) else " "
     parts, start = [], 0

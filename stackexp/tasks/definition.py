@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # composing a config must not import numpy
     import numpy as np
@@ -38,18 +38,19 @@ class Task:
     name: str
     family: str  # the heading of the task in reports: its Chomsky class, or its benchmark
     generate: Generator
-    symbols: tuple[str, ...]  # the name of each input id
-    answer_symbols: tuple[str, ...]  # the name of each output id
+    symbols: Sequence[str]  # the name of each input id
+    answer_symbols: Sequence[str]  # the name of each output id
     output_length: Callable[[int], int]  # from string length to answer length
-    answers_every_token: bool
-    min_length: int
-    required_slots: Callable[[int], int | None]  # stack slots that a string needs; None if they do not grow with it
-    max_length: int  # default of data.max_length, the longest training string
-    validation_max_length: int  # default of data.validation_max_length
-    eval_max_length: int  # default of data.eval_max_length
-    rivals: tuple[int, ...] | None  # output ids that accuracy compares (see Transduction); None compares all
-    entropy: Callable[[int], float] | None  # lowest possible loss at a string length, in nats per answer symbol
-    solve: Callable[[np.ndarray], np.ndarray] | None  # from any strings [B, L] to answers; None: not all are valid
+    answers_every_token: bool = False
+    min_length: int = 1
+    # Stack slots that a string needs; None if they do not grow with it
+    required_slots: Callable[[int], int | None] = lambda length: None
+    max_length: int = 40  # default of data.max_length, the longest training string
+    validation_max_length: int = 60  # default of data.validation_max_length
+    eval_max_length: int = 500  # default of data.eval_max_length
+    rivals: Sequence[int] | None = None  # output ids that accuracy compares (see Transduction); None compares all
+    entropy: Callable[[int], float] | None = None  # lowest possible loss at a length, in nats per answer symbol
+    solve: Callable[[np.ndarray], np.ndarray] | None = None  # from any strings [B, L] to answers; None: not all valid
 
     @property
     def num_symbols(self) -> int:
@@ -105,24 +106,8 @@ TASKS: dict[str, Task] = {}
 """All tasks by name: those of Deletang et al. first, from regular to context-sensitive, then the other families."""
 
 
-def task(  # noqa: PLR0913 (keyword arguments with defaults)
-    family: str,
-    *,
-    symbols: Sequence[str],
-    answer_symbols: Sequence[str],
-    name: str | None = None,
-    output_length: Callable[[int], int] | None = None,
-    answers_every_token: bool = False,
-    min_length: int = 1,
-    required_slots: Callable[[int], int | None] = lambda length: None,
-    max_length: int = 40,
-    validation_max_length: int = 60,
-    eval_max_length: int = 500,
-    rivals: Sequence[int] | None = None,
-    entropy: Callable[[int], float] | None = None,
-    solve: Callable[[np.ndarray], np.ndarray] | None = None,
-) -> Callable[[Generator], Generator]:
-    """Register the decorated generator as the task `name`, by default its own name.
+def task(family: str, *, name: str | None = None, **options: Any) -> Callable[[Generator], Generator]:
+    """Register the decorated generator as the task `name`, by default its own name. `options` are fields of `Task`.
 
     The generator takes a numpy random generator, the batch size and the length. It returns strings [B, L], answers
     [B, O] and optionally what accuracy counts: the position of each answer's last symbol [B], or a mask [B, O]. O is
@@ -136,23 +121,14 @@ def task(  # noqa: PLR0913 (keyword arguments with defaults)
         known = TASKS.get(key)
         if known and known.generate.__module__ != generate.__module__:
             raise ValueError(f"task {key!r} is already registered by {known.generate.__module__}; choose another name")
-        TASKS[key] = Task(
-            key,
-            family,
-            generate,
-            tuple(symbols),
-            tuple(answer_symbols),
-            output_length=output_length or (lambda length: length if answers_every_token else 1),
-            answers_every_token=answers_every_token,
-            min_length=min_length,
-            required_slots=required_slots,
-            max_length=max_length,
-            validation_max_length=validation_max_length,
-            eval_max_length=eval_max_length,
-            rivals=None if rivals is None else tuple(rivals),
-            entropy=entropy,
-            solve=solve,
-        )
+        answers_every_token = options.get("answers_every_token", False)
+        options.setdefault("output_length", lambda length: length if answers_every_token else 1)
+        TASKS[key] = Task(key, family, generate, **options)
         return generate
 
     return register
+
+
+def fit_length(length: int, min_length: int, step: int) -> int:
+    """Return the largest length up to this one that is `min_length` plus a multiple of `step`."""
+    return length - (length - min_length) % step

@@ -22,7 +22,7 @@ from collections import defaultdict
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from stackexp.tasks.definition import NO_TARGET, task
+from stackexp.tasks.definition import NO_TARGET, fit_length, task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -223,7 +223,7 @@ class Language(NamedTuple):
 
     def fit(self, length: int) -> int:
         """Return the largest length of a string up to this one."""
-        return length - (length - self.min_length) % self.step
+        return fit_length(length, self.min_length, self.step)
 
 
 LANGUAGES = {

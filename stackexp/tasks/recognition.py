@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from stackexp.tasks.definition import task
+from stackexp.tasks.definition import fit_length, task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,30 +31,15 @@ class Language(NamedTuple):
     """A language over single-character symbols."""
 
     alphabet: str
-    draw: Callable[[np.random.Generator, int], str]  # a positive string of a length that `fit` returns
+    draw: Callable[[np.random.Generator, int], str]  # a positive string of a length that has one
     contains: Callable[[str], bool]
-    fit: Callable[[int], int]  # the largest length of positive strings up to this one
-    min_length: int = 1
+    min_length: int = 1  # of positive strings
+    step: int = 1  # 2 if positive strings have lengths of one parity
 
 
 def draw_text(rng: np.random.Generator, length: int, alphabet: str = "01") -> str:
     """Return a uniformly random string."""
     return "".join(alphabet[i] for i in rng.integers(0, len(alphabet), length))
-
-
-def keep(length: int) -> int:
-    """Return the length: every length has positive strings."""
-    return length
-
-
-def make_even(length: int) -> int:
-    """Return the largest even length up to this one."""
-    return length - length % 2
-
-
-def make_odd(length: int) -> int:
-    """Return the largest odd length up to this one."""
-    return length - 1 + length % 2
 
 
 # Regular
@@ -202,7 +187,13 @@ def relate(function: Callable[[str], str], mark: str = "#", alphabet: str = "01"
         left, middle, right = text[:half], text[half : half + 1], text[half + 1 :]
         return middle == mark and mark not in left and right == function(left)
 
-    return Language(alphabet + mark, draw, contains, make_odd)
+    return Language(alphabet + mark, draw, contains, step=2)
+
+
+def draw_palindrome(rng: np.random.Generator, length: int) -> str:
+    """Draw a string of even length that equals its reverse."""
+    half = draw_text(rng, length // 2)
+    return half + half[::-1]
 
 
 def draw_missing(rng: np.random.Generator, length: int) -> str:
@@ -271,7 +262,7 @@ def build_arithmetic(operator: str, function: Callable[[int, int], int], weights
         is_formed = equals and sign and all(part and not part.strip("01") for part in (x, y, result))
         return bool(is_formed) and function(read_number(x), read_number(y)) == read_number(result)
 
-    return Language("01" + operator + "=", draw, contains, keep, 5)
+    return Language("01" + operator + "=", draw, contains, 5)
 
 
 def draw_root(rng: np.random.Generator, length: int) -> str:
@@ -290,31 +281,23 @@ def is_root(text: str) -> bool:
 
 
 LANGUAGES: dict[str, Language] = {
-    "even_pairs": Language("01", draw_even_pairs, lambda text: text[:1] == text[-1:], keep),
-    "repeat_01": Language(
-        "01", lambda rng, n: "01" * (n // 2), lambda text: text == "01" * (len(text) // 2), make_even, 2
-    ),
-    "parity": Language("01", draw_parity, lambda text: text.count("1") % 2 == 1, keep),
-    "cycle_navigation": Language("<=>01234", draw_cycle, is_cycle, keep),
-    "modular_arithmetic_simple": Language("01234+-*=", draw_modular, is_modular, make_odd, 3),
-    "dyck_2_3": Language("()[]", draw_dyck, is_dyck, make_even, 2),
-    "first": Language("01", lambda rng, n: "1" + draw_text(rng, n - 1), lambda text: text[:1] == "1", keep),
-    "majority": Language("01", draw_majority, lambda text: 2 * text.count("1") > len(text), keep),
-    "stack_manipulation": Language("01+-#", draw_stack, is_stack, keep, 3),
+    "even_pairs": Language("01", draw_even_pairs, lambda text: text[:1] == text[-1:]),
+    "repeat_01": Language("01", lambda rng, n: "01" * (n // 2), lambda text: text == "01" * (len(text) // 2), 2, 2),
+    "parity": Language("01", draw_parity, lambda text: text.count("1") % 2 == 1),
+    "cycle_navigation": Language("<=>01234", draw_cycle, is_cycle),
+    "modular_arithmetic_simple": Language("01234+-*=", draw_modular, is_modular, 3, 2),
+    "dyck_2_3": Language("()[]", draw_dyck, is_dyck, 2, 2),
+    "first": Language("01", lambda rng, n: "1" + draw_text(rng, n - 1), lambda text: text[:1] == "1"),
+    "majority": Language("01", draw_majority, lambda text: 2 * text.count("1") > len(text)),
+    "stack_manipulation": Language("01+-#", draw_stack, is_stack, 3),
     "marked_reversal": relate(lambda text: text[::-1]),
-    "unmarked_reversal": Language(
-        "01",
-        lambda rng, n: (half := draw_text(rng, n // 2)) + half[::-1],
-        lambda text: len(text) % 2 == 0 and text == text[::-1],
-        make_even,
-        2,
-    ),
+    "unmarked_reversal": Language("01", draw_palindrome, lambda text: len(text) % 2 == 0 and text == text[::-1], 2, 2),
     "marked_copy": relate(lambda text: text),
-    "missing_duplicate": Language("01_", draw_missing, is_missing, make_even, 2),
+    "missing_duplicate": Language("01_", draw_missing, is_missing, 2, 2),
     "odds_first": relate(lambda text: text[::2] + text[1::2]),
     "binary_addition": build_arithmetic("+", lambda x, y: x + y, (1, 1, 1)),
     "binary_multiplication": build_arithmetic("*", lambda x, y: x * y, (1, 1, 2)),
-    "compute_sqrt": Language("01=", draw_root, is_root, keep, 3),
+    "compute_sqrt": Language("01=", draw_root, is_root, 3),
     "bucket_sort": relate(lambda text: "".join(sorted(text)), alphabet="12345"),
 }
 """The 18 languages in the order of the paper. Task recognize_parity and so on."""
@@ -363,20 +346,15 @@ def register_language(name: str, language: Language) -> None:
     def generate(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
         import numpy as np
 
-        length = language.fit(length)
+        length = fit_length(length, language.min_length, language.step)
         labels = rng.integers(0, 2, (batch_size, 1))
-        if not has_negatives(name, length):
+        if name == "even_pairs" and length == 1:  # all strings are positive
             labels[:] = 1
         texts = [
             language.draw(rng, length) if label else draw_negative(rng, language, length) for label in labels[:, 0]
         ]
         ids = {symbol: i for i, symbol in enumerate(language.alphabet)}
         return np.array([[ids[symbol] for symbol in text] for text in texts], np.int64), labels
-
-
-def has_negatives(name: str, length: int) -> bool:
-    """Return True if some strings of this length are not in the language; even_pairs has all strings of length 1."""
-    return name != "even_pairs" or length > 1
 
 
 for _name, _language in LANGUAGES.items():
