@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp.errors import ConfigError, suggest_name
-from stackexp.verbs.parser import Parser, Verb, at_least, split_names
+from stackexp.verbs.parser import Parser, Verb, count, flag, split_names
 
 MEMORIES = (
     *("stacktrans", "queue", "push_only", "single_head", "full_dim", "authors_code"),
@@ -27,11 +27,10 @@ class Efficiency(Verb):
 
     def add_arguments(self, parser: Parser) -> None:
         parser.add_config()
-        steps = "timed rounds (default: %(default)s)"
-        parser.add_argument("--steps", type=at_least(1), default=100, metavar="N", help=steps)
+        parser.add_argument("--steps", **count(1, "timed rounds", 100))
         out = "also write hardware, versions and all measurements here"
         parser.add_argument("--out", type=Path, metavar="FILE.json", help=out)
-        parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+        parser.add_argument("--markdown", **flag("print a Markdown table"))
         parser.add_argument("--only", metavar="MEMORY,...", help=f"some of {', '.join(MEMORIES)} (default: all)")
 
     def run(self, args: Namespace) -> int:

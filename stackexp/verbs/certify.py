@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from stackexp.verbs.parser import Parser, Verb, at_least
+from stackexp.verbs.parser import Parser, Verb, count
 
 
 class Certify(Verb):
@@ -19,19 +19,15 @@ class Certify(Verb):
     examples = ("certify --run RUN", "certify --run RUN --exhaustive 18 --out certificate")
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
-        parser.add_ckpt_path("best|last|ema|PATH", "checkpoint (default: the best, or newest)")
-        strings = "random strings (default: %(default)s)"
-        parser.add_argument("--strings", type=at_least(100), default=10_000, metavar="N", help=strings)
-        length = "symbols of the longest string that the verdict is about (default: %(default)s)"
-        parser.add_argument("--max-length", type=at_least(20), default=1000, metavar="N", help=length)
+        parser.add_checkpoint("the best, or newest")
+        parser.add_argument("--strings", **count(100, "random strings", 10_000))
+        parser.add_argument("--max-length", **count(20, "symbols of the longest string that is tried", 1000))
         exhaustive = "compare all strings of up to N symbols (default: about 100,000 strings)"
-        parser.add_argument("--exhaustive", type=at_least(1), metavar="N", help=exhaustive)
+        parser.add_argument("--exhaustive", **count(1, exhaustive))
         parser.add_argument("--out", metavar="FOLDER", help="write here instead of RUN/certificate")
 
     def run(self, args: Namespace) -> int:
-        args.parser.check_run_folder(args.run)
-        args.parser.check_checkpoint(args.ckpt_path)
+        args.parser.check_run(args)
         from stackexp.certification import certify
 
         return certify.run(args.run, args.ckpt_path, args.strings, args.max_length, args.exhaustive, args.out)

@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp.errors import RunError
-from stackexp.verbs.parser import Parser, Verb, at_least
+from stackexp.verbs.parser import Parser, Verb, count
 
 COMMENT = "# The model of"
 
@@ -20,8 +20,7 @@ class Average(Verb):
 
     def add_arguments(self, parser: Parser) -> None:
         parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
-        last = "number of checkpoints, the newest ones"
-        parser.add_argument("--last", metavar="N", required=True, type=at_least(2), help=last)
+        parser.add_argument("--last", required=True, **count(2, "number of checkpoints, the newest ones"))
         parser.add_argument("--to", metavar="FILE.safetensors", required=True, type=Path)
 
     def run(self, args: Namespace) -> int:
@@ -66,8 +65,7 @@ class Export(Verb):
     def run(self, args: Namespace) -> int:
         if args.to.exists():
             args.parser.error(f"--to {args.to}: already exists; remove it or choose another folder")
-        args.parser.check_run_folder(args.run)
-        args.parser.check_checkpoint(args.ckpt_path)
+        args.parser.check_run(args)
         from stackexp.export.huggingface import export_run
 
         checkpoint = export_run(args.run, args.ckpt_path, args.to, args.dtype, args.license)
@@ -97,8 +95,7 @@ class Consolidate(Verb):
 
     def run(self, args: Namespace) -> int:
         args.parser.check_output("--to", args.to, [".safetensors"])
-        args.parser.check_run_folder(args.run)
-        args.parser.check_checkpoint(args.ckpt_path)
+        args.parser.check_run(args)
         import yaml
 
         from stackexp import runs

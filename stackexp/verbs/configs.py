@@ -5,7 +5,7 @@ from argparse import Namespace
 
 from stackexp.config.layers import list_catalog
 from stackexp.tables import format_table
-from stackexp.verbs.parser import Parser, Verb, list_configs
+from stackexp.verbs.parser import Parser, Verb, flag, list_configs
 
 INTRODUCTIONS = {  # kind of entry -> the line above its table
     "config": "",
@@ -20,7 +20,7 @@ class List(Verb):
     examples = ("configs list",)
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("--json", action="store_true", help="print a list of objects: kind, name and purpose")
+        parser.add_argument("--json", **flag("print a list of objects: kind, name and purpose"))
 
     def run(self, args: Namespace) -> int:
         entries = list_catalog()

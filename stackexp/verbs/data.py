@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from stackexp.data import olmo
 from stackexp.errors import RunError, suggest_name
-from stackexp.verbs.parser import Parser, Verb, at_least, split_names
+from stackexp.verbs.parser import Parser, Verb, count, flag, setting, split_names
 
 if TYPE_CHECKING:
     from stackexp.data.readers import Filter
@@ -51,25 +51,16 @@ class Prepare(Verb):
         parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder of the prepared set")
         tokenizer = parser.add_mutually_exclusive_group(required=True)
         tokenizer.add_argument("--tokenizer", type=Path, metavar="FILE", help="a Hugging Face tokenizer.json")
-        vocab_size = "train a byte-level BPE of N tokens on the text"
-        tokenizer.add_argument("--vocab-size", type=at_least(300), metavar="N", help=vocab_size)
-        context_length = "tokens per sequence (default: %(default)s)"
-        parser.add_argument("--context-length", type=at_least(2), default=2048, metavar="N", help=context_length)
+        tokenizer.add_argument("--vocab-size", **count(300, "train a byte-level BPE of N tokens on the text"))
+        parser.add_argument("--context-length", **count(2, "tokens per sequence", 2048))
         packing = "concatenate (default): cut at every sequence end; best_fit: cut few documents"
         parser.add_argument("--packing", choices=("concatenate", "best_fit"), default="concatenate", help=packing)
         parser.add_argument("--text-column", default="text", metavar="NAME", help="column of the text (%(default)s)")
-        parser.add_argument(
-            "--filter",
-            action="append",
-            default=[],
-            type=_parse_filter,
-            metavar="CONDITION",
-            help="such as 'int_score>=3'",
-        )
-        parser.add_argument("--workers", type=at_least(1), metavar="N", help="processes (default: one per CPU)")
-        parser.add_argument("--strict", action="store_true", help="stop at the first bad line")
-        unit_bytes = "source bytes per unit of work (%(default)s)"
-        parser.add_argument("--unit-bytes", type=at_least(1), default=1 << 24, metavar="N", help=unit_bytes)
+        condition = setting("CONDITION", "such as 'int_score>=3'", type=_parse_filter)
+        parser.add_argument("--filter", action="append", default=[], **condition)
+        parser.add_argument("--workers", **count(1, "processes (default: one per CPU)"))
+        parser.add_argument("--strict", **flag("stop at the first bad line"))
+        parser.add_argument("--unit-bytes", **count(1, "source bytes per unit of work", 1 << 24))
         parser.add_argument("--part", type=_parse_part, metavar="I/N", help="write only part I of N, without merging")
         _add_dtype(parser)
 
@@ -157,12 +148,9 @@ class Fetch(Verb):
         names = sorted({name for names in olmo.NAMES.values() for name in names}, key=str.lower)
         version = f"13 sets, 11 sets: {', '.join(names)}"
         parser.add_argument("version", nargs="+", choices=list(olmo.NAMES), metavar="v2|v3", help=version)
-        parser.add_argument(
-            "--only", nargs="+", action="extend", default=[], metavar="SET", help="fetch only these sets"
-        )
-        parser.add_argument(
-            "--to", type=Path, default=olmo.DEFAULT_FOLDER, metavar="FOLDER", help="default: %(default)s"
-        )
+        add = parser.add_argument
+        add("--only", nargs="+", action="extend", default=[], metavar="SET", help="fetch only these sets")
+        add("--to", type=Path, default=olmo.DEFAULT_FOLDER, metavar="FOLDER", help="default: %(default)s")
         parser.add_argument("--mirror", metavar="URL|FOLDER", help="copy the files from here")
 
     def run(self, args: Namespace) -> int:
@@ -237,13 +225,10 @@ class English(Verb):
 
         parser.add_argument("--to", type=Path, default=ENGLISH, metavar="FOLDER", help="default: %(default)s")
         parser.add_argument("--packages", type=Path, metavar="FILE", help="a list of packages (default: the built-in)")
-        parser.add_argument("--latest", action="store_true", help="take the versions of this machine's mirror")
-        vocab_size = "token ids of the tokenizer that is trained (default: %(default)s)"
-        parser.add_argument("--vocab-size", type=at_least(300), default=4096, metavar="N", help=vocab_size)
-        context_length = "tokens per sequence (default: %(default)s)"
-        parser.add_argument("--context-length", type=at_least(2), default=256, metavar="N", help=context_length)
-        workers = "processes that tokenize (default: one per CPU)"
-        parser.add_argument("--workers", type=at_least(1), metavar="N", help=workers)
+        parser.add_argument("--latest", **flag("take the versions of this machine's mirror"))
+        parser.add_argument("--vocab-size", **count(300, "token ids of the tokenizer that is trained", 4096))
+        parser.add_argument("--context-length", **count(2, "tokens per sequence", 256))
+        parser.add_argument("--workers", **count(1, "processes that tokenize (default: one per CPU)"))
 
     def run(self, args: Namespace) -> int:
         """Build the text, prepare the training set, and print a table of the sets."""
@@ -289,21 +274,13 @@ class Retokenize(Verb):
     )
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("source", type=Path, metavar="SOURCE", help="a token file or a folder of them")
-        parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder for the new files")
-        parser.add_argument(
-            "--from",
-            dest="old",
-            type=Path,
-            required=True,
-            metavar="FILE",
-            help="tokenizer.json with which SOURCE was made",
-        )
-        parser.add_argument(
-            "--tokenizer", type=Path, required=True, metavar="FILE", help="tokenizer.json to encode with"
-        )
-        end_of_text = "id that ends documents in SOURCE (default: found in the files)"
-        parser.add_argument("--end-of-text", type=at_least(0), metavar="ID", help=end_of_text)
+        add, new = parser.add_argument, "tokenizer.json to encode with"
+        add("source", type=Path, metavar="SOURCE", help="a token file or a folder of them")
+        add("--to", required=True, **setting("FOLDER", "folder for the new files", type=Path))
+        old = setting("FILE", "tokenizer.json with which SOURCE was made", type=Path, dest="old")
+        add("--from", required=True, **old)
+        add("--tokenizer", required=True, **setting("FILE", new, type=Path))
+        add("--end-of-text", **count(0, "id that ends documents in SOURCE (default: found in the files)"))
         _add_dtype(parser)
 
     def run(self, args: Namespace) -> int:
@@ -344,11 +321,10 @@ class Inspect(Verb):
 
     def add_arguments(self, parser: Parser) -> None:
         parser.add_argument("path", type=Path, metavar="PATH", help="a dataset, or a folder of datasets")
-        samples, seed = "samples to show (default: %(default)s)", "choice of samples (default: %(default)s)"
-        parser.add_argument("--samples", type=at_least(0), default=3, metavar="N", help=samples)
-        parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help=seed)
+        parser.add_argument("--samples", **count(0, "samples to show", 3))
+        parser.add_argument("--seed", **count(0, "choice of samples", 0))
         parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of token ids without one")
-        parser.add_argument("--json", action="store_true", help="print JSON")
+        parser.add_argument("--json", **flag("print JSON"))
 
     def run(self, args: Namespace) -> int:
         """Inspect the datasets at a path; return 1 if a file is damaged."""

@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp.verbs.dispatch import choose_wait_policy
-from stackexp.verbs.parser import Parser, Verb, at_least, split_names
+from stackexp.verbs.parser import Parser, Verb, count, flag, split_names
 
 PREFIX = "hf:"
 
@@ -27,12 +27,12 @@ class Evaluate(Verb):
         model.add_argument("--run", metavar="FOLDER", help="run folder")
         model.add_argument("--model", metavar="hf:FOLDER", help="folder with a Hugging Face model and its tokenizer")
         parser.add_ckpt_path("best|last|ema|PATH", "checkpoint of the run (default: the newest)")
-        add("--trust-remote-code", action="store_true", help="run the code in the folder of --model")
+        add("--trust-remote-code", **flag("run the code in the folder of --model"))
         add("--tasks", action="append", default=[], metavar="NAME,...", help="tasks, groups or tags")
-        add("--limit", type=at_least(1), metavar="N", help="score only the first N documents of each task")
-        add("--num_fewshot", type=at_least(0), metavar="N", help="shots, instead of each task's own number")
-        add("--exclude_long", action="store_true", help="leave out documents longer than the model's context")
-        add("--batch_size", type=at_least(1), default=16, metavar="N", help="sequences (default: %(default)s)")
+        add("--limit", **count(1, "score only the first N documents of each task"))
+        add("--num_fewshot", **count(0, "shots, instead of each task's own number"))
+        add("--exclude_long", **flag("leave out documents longer than the model's context"))
+        add("--batch_size", **count(1, "sequences", 16))
         datasets = "local datasets: FOLDER/<task>/<split>.jsonl (default: download)"
         add("--datasets", type=Path, metavar="FOLDER", help=datasets)
         add("--out", type=Path, metavar="FILE.json", help="write here instead of RUN/benchmarks.json")
@@ -71,8 +71,7 @@ class Evaluate(Verb):
 
 def _check_model(args: Namespace) -> None:
     if args.run:
-        args.parser.check_run_folder(args.run)
-        args.parser.check_checkpoint(args.ckpt_path)
+        args.parser.check_run(args)
     elif not args.model.startswith(PREFIX):
         args.parser.error(f"--model {args.model}: expected hf:FOLDER")
     elif not Path(args.model.removeprefix(PREFIX), "config.json").is_file():

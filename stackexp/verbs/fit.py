@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp.verbs.dispatch import choose_wait_policy
-from stackexp.verbs.parser import Parser, Verb
+from stackexp.verbs.parser import Parser, Verb, flag
 
 
 class Fit(Verb):
@@ -27,7 +27,7 @@ class Fit(Verb):
         parser.add_ckpt_path("last|PATH", "resume the newest unfinished run, or this checkpoint")
         folder = "start a run in this folder, or resume it; without --config, use the folder's config"
         parser.add_argument("--run", metavar="FOLDER", help=folder)
-        parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
+        parser.add_argument("--print-config", **flag("print the resolved config and exit"))
 
     def run(self, args: Namespace) -> int:
         if args.run is None:

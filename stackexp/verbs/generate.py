@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from stackexp.verbs.parser import Parser, Verb, at_least
+from stackexp.verbs.parser import Parser, Verb, count
 
 MIN_TEMPERATURE = 1e-3
 
@@ -15,7 +15,7 @@ class Generate(Verb):
     def add_arguments(self, parser: Parser) -> None:
         parser.add_checkpoint()
         parser.add_argument("--prompt", default="", help="text to continue (default: empty)")
-        parser.add_argument("--max_new_tokens", type=at_least(1), default=128, metavar="N", help="default: %(default)s")
+        parser.add_argument("--max_new_tokens", **count(1, "tokens to add", 128))
         parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy decoding (default: %(default)s)")
         parser.add_argument("--top_p", type=float, default=0.95, help="nucleus probability mass (default: %(default)s)")
         parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
@@ -29,8 +29,7 @@ class Generate(Verb):
         if not 0 <= args.seed < 2**63:
             parser.error(f"--seed {args.seed}: must be an integer from 0 to 2^63 - 1")
         parser.check_text("--prompt", args.prompt)
-        parser.check_run_folder(args.run)
-        parser.check_checkpoint(args.ckpt_path)
+        parser.check_run(args)
         from stackexp.evaluation.loading import load_run
         from stackexp.terminal import set_up_log
         from stackexp.training.trainer import find_device_type

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 from stackexp.errors import suggest_name
 from stackexp.tasks import TASKS
-from stackexp.verbs.parser import Parser, Verb, at_least
+from stackexp.verbs.parser import Parser, Verb, count, flag
 
 
 class Inspect(Verb):
@@ -22,15 +22,13 @@ class Inspect(Verb):
     )
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
-        parser.add_ckpt_path("best|last|ema|PATH", "checkpoint (default: the best, or newest)")
+        parser.add_checkpoint("the best, or newest")
         tokens = parser.add_mutually_exclusive_group(required=True)
         tokens.add_argument("--text", help="a text")
         tokens.add_argument("--set", metavar="NAME", dest="set_name", help="a validation set of the run, or NAME=PATH")
         tokens.add_argument("--task", metavar="NAME[:LENGTH]", help="strings of the run's formal language")
-        chunks = "chunks of --set (default: %(default)s); intervals require 60"
-        parser.add_argument("--chunks", type=at_least(2), default=64, metavar="N", help=chunks)
-        parser.add_argument("--heads", action="store_true", help="also drop the read of every single head")
+        parser.add_argument("--chunks", **count(2, "chunks of --set; intervals require 60", 64))
+        parser.add_argument("--heads", **flag("also drop the read of every single head"))
         parser.add_argument("--out", metavar="FOLDER", help="write here instead of RUN/inspect")
 
     def run(self, args: Namespace) -> int:
@@ -40,8 +38,7 @@ class Inspect(Verb):
         parser.check_text("--text", args.text or "")
         from stackexp.config.compose import load_config
 
-        config = parser.check_run_folder(args.run)
-        parser.check_checkpoint(args.ckpt_path)
+        config = parser.check_run(args)
         task = (args.task or "").partition(":")[0]
         if task and task not in TASKS:
             load_config(config)  # imports its plugins

@@ -43,6 +43,26 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
+Settings = dict[str, Any]
+"""The settings of `ArgumentParser.add_argument`."""
+
+
+def setting(metavar: str, description: str, **settings: Any) -> Settings:
+    """Return the settings of an argument with one value."""
+    return {"metavar": metavar, "help": description} | settings
+
+
+def count(minimum: int, description: str, default: int | None = None, **settings: Any) -> Settings:
+    """Return the settings of an option N that takes an integer >= `minimum`."""
+    shown = "" if default is None else f" (default: {default})"
+    return setting("N", description + shown, type=at_least(minimum), default=default, **settings)
+
+
+def flag(description: str) -> Settings:
+    """Return the settings of an option without a value."""
+    return {"action": "store_true", "help": description}
+
+
 def split_names(text: str) -> list[str]:
     """Split a list of names at its commas; spaces and empty names are dropped."""
     return [name.strip() for name in text.split(",") if name.strip()]
@@ -134,10 +154,10 @@ class Parser(argparse.ArgumentParser):
         if any("\ud800" <= character <= "\udfff" for character in text):
             self.error(f"{option}: not valid UTF-8")
 
-    def add_checkpoint(self) -> None:
-        """Add `--run` and `--ckpt_path`, a checkpoint of this run."""
+    def add_checkpoint(self, default: str = "the newest") -> None:
+        """Add `--run` and `--ckpt_path`, a checkpoint of this run; `default` describes the one taken without it."""
         self.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
-        self.add_ckpt_path("best|last|ema|PATH", "checkpoint (default: the newest)")
+        self.add_ckpt_path("best|last|ema|PATH", f"checkpoint (default: {default})")
 
     def add_ckpt_path(self, metavar: str, description: str) -> None:
         """Add `--ckpt_path`. Empty text is an error: it comes from a shell variable that is not set."""
@@ -149,6 +169,12 @@ class Parser(argparse.ArgumentParser):
 
         *self.checkpoint_names, _ = metavar.split("|")
         self.add_argument("--ckpt_path", metavar=metavar, type=parse, help=description)
+
+    def check_run(self, args: argparse.Namespace) -> Path:
+        """Return the config.yaml of --run. Raises ConfigError if there is none, RunError for a missing --ckpt_path."""
+        path = self.check_run_folder(args.run)
+        self.check_checkpoint(args.ckpt_path)
+        return path
 
     def check_checkpoint(self, ckpt_path: str | None) -> None:
         """Raise RunError if `ckpt_path` is a path that does not exist; <step>/ema is part of the checkpoint <step>."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stackexp.errors import RunError
 from stackexp.planning.devices import DEFAULT_DEVICE, DEFAULT_MFU, DEVICES
-from stackexp.verbs.parser import Parser, Verb
+from stackexp.verbs.parser import Parser, Verb, flag
 
 MATCHED = {"parameters": "parameters", "flops": "training FLOPs per token", "memory": "peak bytes per rank"}
 VARIED = ("intermediate_size", "hidden_size", "num_layers")
@@ -33,7 +33,7 @@ class Plan(Verb):
         add = parser.add_argument
         add("--device", default=DEFAULT_DEVICE, choices=DEVICES, help="type of GPU (default: %(default)s)")
         add("--mfu", type=float, default=DEFAULT_MFU, help="model FLOPs utilization (default: %(default)s)")
-        parser.add_argument("--json", action="store_true", help="print JSON")
+        add("--json", **flag("print JSON"))
         add("--effect", type=float, metavar="NATS", help="print the pairs that find this difference in loss")
         add("--runs", nargs="+", metavar="RUNS", type=Path, help="finished runs that show the noise, with --effect")
         add("--baseline", metavar="ARM", help="the arm that the others are paired with (default: as `report ablation`)")

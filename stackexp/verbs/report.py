@@ -8,17 +8,11 @@ import re
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
-from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser, Verb, at_least, split_names
+from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser, Settings, Verb, count, flag, setting, split_names
 
-Argument = tuple[str, dict[str, Any]]
-"""Name and settings of an argument, as for `ArgumentParser.add_argument`."""
-
-
-def argument(name: str, metavar: str, description: str, **settings: Any) -> Argument:
-    """Return an argument of a report."""
-    return name, {"metavar": metavar, "help": description} | settings
+Argument = tuple[str, Settings]
+"""Name and settings of an argument."""
 
 
 def parse_lengths(text: str) -> tuple[int, int]:
@@ -38,12 +32,14 @@ def parse_size(text: str) -> int:
     raise argparse.ArgumentTypeError(f"expected a number such as 700e6, found {text}")
 
 
-LOSS = argument(
+LOSS = (
     "--loss",
-    "COLUMN",
-    "training loss, V2, V3 or average (default: the first of V2, average, training loss that all runs have)",
-    dest="measure",
-    choices=("training loss", "V2", "V3", "average"),
+    setting(
+        "COLUMN",
+        "training loss, V2, V3 or average (default: the first of V2, average, training loss that all runs have)",
+        dest="measure",
+        choices=("training loss", "V2", "V3", "average"),
+    ),
 )
 
 
@@ -55,22 +51,19 @@ class ReportVerb(Verb):
     """
 
     builder = ""
-    source = argument("paths", "RUNS", "run folders, or folders of them, such as a sweep's", nargs="+", type=Path)
+    source = ("paths", setting("RUNS", "run folders, or folders of them, such as a sweep's", nargs="+", type=Path))
     options: tuple[Argument, ...] = ()
 
     def add_arguments(self, parser: Parser) -> None:
         parameters = [parser.add_argument(name, **settings).dest for name, settings in (self.source, *self.options)]
         parser.set_defaults(parameters=parameters)
         style = parser.add_mutually_exclusive_group()
-        style.add_argument("--markdown", action="store_true", help="print Markdown tables")
-        style.add_argument("--latex", action="store_true", help="print LaTeX tables with booktabs rules")
-        parser.add_argument("--tables", action="store_true", help="print only the tables, without notes")
-        parser.add_argument(
-            "--csv", type=Path, metavar="FILE", help="write the figures with full precision to this file"
-        )
-        parser.add_argument(
-            "--figure", type=Path, metavar="FILE", help="draw the figure to this .png, .pdf or .svg file"
-        )
+        style.add_argument("--markdown", **flag("print Markdown tables"))
+        style.add_argument("--latex", **flag("print LaTeX tables with booktabs rules"))
+        add = parser.add_argument
+        add("--tables", **flag("print only the tables, without notes"))
+        add("--csv", **setting("FILE", "write the figures with full precision to this file", type=Path))
+        add("--figure", **setting("FILE", "draw the figure to this .png, .pdf or .svg file", type=Path))
 
     def run(self, args: Namespace) -> int:
         args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
@@ -101,7 +94,7 @@ class Compare(ReportVerb):
 
     builder = "reports.compare:build_comparison"
     examples = ("report compare runs/quickstart/* --figure loss.png",)
-    options = (("--different-data", {"action": "store_true", "help": "compare runs even if their data differ"}),)
+    options = (("--different-data", flag("compare runs even if their data differ")),)
 
 
 class Formal(ReportVerb):
@@ -114,16 +107,9 @@ class Formal(ReportVerb):
         "report formal runs/formal_table --figure bars.png --curves curves.pdf",
     )
     options = (
-        argument(
-            "--score",
-            "A_B",
-            "range of lengths (default: %(default)s)",
-            dest="lengths",
-            type=parse_lengths,
-            default="41_500",
-        ),
-        argument("--curves", "FILE", "plot the accuracy against length for each task", type=Path),
-        ("--arms", {"action": "store_true", "help": "a column for each arm of a verdict file, without the paper's"}),
+        ("--score", setting("A_B", "lengths (default: 41_500)", dest="lengths", type=parse_lengths, default="41_500")),
+        ("--curves", setting("FILE", "plot the accuracy against length for each task", type=Path)),
+        ("--arms", flag("a column for each arm of a verdict file, without the paper's")),
     )
 
     def run(self, args: Namespace) -> int:
@@ -149,11 +135,9 @@ class Ablation(ReportVerb):
         "report ablation runs/depth_memories --baseline transformer_wide --figure ablation.pdf",
     )
     options = (
-        argument("--baseline", "NAME", "run to compare with (default: the Transformer without a memory)"),
+        ("--baseline", setting("NAME", "run to compare with (default: the Transformer without a memory)")),
         LOSS,
-        argument(
-            "--effect", "NATS", "difference that the verdict is about (default: %(default)s)", type=float, default=0.01
-        ),
+        ("--effect", setting("NATS", "difference in question (default: %(default)s)", type=float, default=0.01)),
     )
 
 
@@ -175,15 +159,14 @@ class Scaling(ReportVerb):
     )
     options = (
         LOSS,
-        argument("--irreducible", "LOSS", "loss that no size removes (default: 0)", type=float, default=0.0),
-        argument("--by", "KEY,...", "options whose values separate families as well", type=split_names, default=()),
+        ("--irreducible", setting("LOSS", "loss that no size removes (default: 0)", type=float, default=0.0)),
+        ("--by", setting("KEY,...", "options whose values separate families as well", type=split_names, default=())),
     )
 
     def add_arguments(self, parser: Parser) -> None:
         super().add_arguments(parser)
-        parser.add_argument(
-            "--forecast", type=Path, metavar="FILE.json", help="file to write, or to score if it exists"
-        )
+        forecast = setting("FILE.json", "file to write, or to score if it exists", type=Path)
+        parser.add_argument("--forecast", **forecast)
         sizes = parser.add_mutually_exclusive_group()
         sizes.add_argument("--size", type=parse_size, metavar="N", help="parameters outside the memory to forecast")
         sizes.add_argument("--tokens", type=parse_size, metavar="N", help="tokens to forecast, for loss against tokens")
@@ -219,9 +202,12 @@ class Dynamics(ReportVerb):
     builder = "reports.dynamics:build_dynamics"
     examples = ("report dynamics runs/ablation --only stacktrans,queue --smooth 200 --figure dynamics.pdf",)
     options = (
-        argument("--only", "NAME,...", "runs to show (default: all, or the paper's two)", type=split_names, default=()),
-        argument("--baseline", "NAME", "run to compare with (default: the Transformer)"),
-        argument("--smooth", "STEPS", "steps in a moving average (default: 4 %% of all)", type=at_least(1)),
+        (
+            "--only",
+            setting("NAME,...", "runs (default: all, or the paper's two)", type=split_names, default=()),
+        ),
+        ("--baseline", setting("NAME", "run to compare with (default: the Transformer)")),
+        ("--smooth", count(1, "steps in a moving average (default: 4 %% of all)")),
     )
 
 
@@ -233,7 +219,7 @@ class Grid(ReportVerb):
 
     builder = "reports.grid:build_grid"
     examples = ("report grid stack_grid --figure grid.pdf", "report grid runs/stack_grid --latex")
-    source = argument("target", "SWEEP", "a sweep's folder, a shipped name or a YAML file")
+    source = ("target", setting("SWEEP", "a sweep's folder, a shipped name or a YAML file"))
 
 
 class Actions(ReportVerb):
@@ -246,15 +232,8 @@ class Actions(ReportVerb):
     builder = "inspection.actions:build_actions"
     examples = ("report actions runs/arithmetic --figure actions.pdf",)
     options = (
-        argument("--set", "NAME", "a validation set (default: each run's first)", dest="set_name"),
-        argument(
-            "--chunks",
-            "N",
-            "chunks or problems of the set (default: %(default)s)",
-            dest="num_chunks",
-            type=at_least(1),
-            default=256,
-        ),
+        ("--set", setting("NAME", "a validation set (default: each run's first)", dest="set_name")),
+        ("--chunks", count(1, "chunks or problems of the set", 256, dest="num_chunks")),
     )
 
 
@@ -268,16 +247,7 @@ class States(ReportVerb):
 
     builder = "inspection.states:build_states"
     examples = ("report states runs/formal_table --figure states.png --csv states.csv",)
-    options = (
-        argument(
-            "--strings",
-            "N",
-            "strings of each length (default: %(default)s)",
-            dest="num_strings",
-            type=at_least(8),
-            default=64,
-        ),
-    )
+    options = (("--strings", count(8, "strings of each length", 64, dest="num_strings")),)
 
 
 class Efficiency(ReportVerb):
@@ -285,7 +255,7 @@ class Efficiency(ReportVerb):
 
     builder = "reports.efficiency:build_efficiency"
     examples = ("report efficiency efficiency.json --figure efficiency.pdf",)
-    source = argument("path", "FILE", "the JSON file", type=Path)
+    source = ("path", setting("FILE", "the JSON file", type=Path))
 
 
 class All(Verb):
@@ -305,9 +275,8 @@ class All(Verb):
     )
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument(
-            "folder", nargs="?", type=Path, metavar="FOLDER", help="a folder of run folders, such as runs"
-        )
+        folder = setting("FOLDER", "a folder of run folders, such as runs", type=Path)
+        parser.add_argument("folder", nargs="?", **folder)
         parser.add_argument("--update", type=Path, metavar="FILE.md", help="a document whose tables to replace")
         out = "file to write (default: %(default)s)"
         parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE.html", help=out)

@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from stackexp.verbs.parser import Parser, Verb
+from stackexp.verbs.parser import Parser, Verb, flag
 
 
 class List(Verb):
@@ -18,7 +18,7 @@ class List(Verb):
         parser.add_argument("folders", nargs="*", default=["runs"], metavar="FOLDER", help="default: runs")
         states = ("finished", "running", "unfinished", "damaged")
         parser.add_argument("--state", choices=states, help="only the runs in this state")
-        parser.add_argument("--json", action="store_true", help="print a list of objects")
+        parser.add_argument("--json", **flag("print a list of objects"))
 
     def run(self, args: Namespace) -> int:
         from stackexp.frame import list_rows, load_runs
@@ -52,7 +52,7 @@ class Show(Verb):
 
     def add_arguments(self, parser: Parser) -> None:
         parser.add_argument("run", metavar="RUN", help="a run folder")
-        parser.add_argument("--json", action="store_true", help="print one object")
+        parser.add_argument("--json", **flag("print one object"))
 
     def run(self, args: Namespace) -> int:
         from stackexp import runs
@@ -136,7 +136,7 @@ class Remove(Verb):
 
     def add_arguments(self, parser: Parser) -> None:
         parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
-        parser.add_argument("--yes", action="store_true", help="delete the folders")
+        parser.add_argument("--yes", **flag("delete the folders"))
 
     def run(self, args: Namespace) -> int:
         from stackexp import runs

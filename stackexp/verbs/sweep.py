@@ -5,7 +5,7 @@ import signal
 import sys
 from argparse import Namespace
 
-from stackexp.verbs.parser import Parser, Verb, at_least
+from stackexp.verbs.parser import Parser, Verb, count, flag
 
 
 class Run(Verb):
@@ -21,13 +21,11 @@ class Run(Verb):
     def add_arguments(self, parser: Parser) -> None:
         parser.add_sweep()
         parser.add_argument("--launcher", choices=["local", "slurm"], default="local", help="default: local")
-        max_parallel = "trials at once (default: as many as fit)"
-        parser.add_argument("--max-parallel", type=at_least(1), metavar="N", help=max_parallel)
-        retries = "retries of a failed trial (default: as in the YAML)"
-        parser.add_argument("--retries", type=at_least(0), metavar="N", help=retries)
+        parser.add_argument("--max-parallel", **count(1, "trials at once (default: as many as fit)"))
+        parser.add_argument("--retries", **count(0, "retries of a failed trial (default: as in the YAML)"))
         dry_run = "print the trials and the remaining cost; with --launcher slurm, also the batch scripts"
-        parser.add_argument("--dry-run", action="store_true", help=dry_run)
-        parser.add_argument("--worker", action="store_true", help="run as a worker of a Slurm job, as batch scripts do")
+        parser.add_argument("--dry-run", **flag(dry_run))
+        parser.add_argument("--worker", **flag("run as a worker of a Slurm job, as batch scripts do"))
 
     def run(self, args: Namespace) -> int:
         if args.worker:  # the warning before the time limit waits until the worker handles it
@@ -63,7 +61,7 @@ class Status(Verb):
 
     def add_arguments(self, parser: Parser) -> None:
         parser.add_sweep()
-        parser.add_argument("--json", action="store_true", help="print a list of objects")
+        parser.add_argument("--json", **flag("print a list of objects"))
 
     def run(self, args: Namespace) -> int:
         from stackexp.sweeps.sweep import load_last_run
@@ -110,8 +108,8 @@ class Results(Verb):
     def add_arguments(self, parser: Parser) -> None:
         parser.add_sweep()
         style = parser.add_mutually_exclusive_group()
-        style.add_argument("--markdown", action="store_true", help="print a Markdown table")
-        style.add_argument("--json", action="store_true", help="print JSON")
+        style.add_argument("--markdown", **flag("print a Markdown table"))
+        style.add_argument("--json", **flag("print JSON"))
 
     def run(self, args: Namespace) -> int:
         from stackexp.sweeps.sweep import load_last_run

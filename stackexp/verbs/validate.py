@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from stackexp.errors import RunError
 from stackexp.verbs.dispatch import choose_wait_policy
-from stackexp.verbs.parser import Parser, Verb
+from stackexp.verbs.parser import Parser, Verb, flag
 
 
 class Validate(Verb):
@@ -34,15 +34,13 @@ class Validate(Verb):
         parser.add_ckpt_path("best|last|ema|PATH", "score this checkpoint; required with --config")
         sets = f"names from {section}, v2 and v3 (see `data fetch`), or NAME=PATH of a set or a folder of sets"
         parser.add_argument("--sets", action="append", default=[], metavar="NAME,...", help=sets)
-        parser.add_argument(
-            "--score-remainder", action="store_true", help="score the tokens after the last whole chunk too"
-        )
+        parser.add_argument("--score-remainder", **flag("score the tokens after the last whole chunk too"))
         out = f"write here instead of RUN/{stage}.json; also writes the table of sets as .md"
         parser.add_argument("--out", metavar="FILE.json", help=out)
-        parser.add_argument("--json", action="store_true", help="print the written record instead of the table")
+        parser.add_argument("--json", **flag("print the written record instead of the table"))
         if stage == "validate":
             by_position = "loss at each position up to 4 x data.context_length, as a table, JSON and a figure"
-            parser.add_argument("--by_position", action="store_true", help=by_position)
+            parser.add_argument("--by_position", **flag(by_position))
 
     def run(self, args: Namespace) -> int:
         stage = self.stage

@@ -7,8 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp.errors import ConfigError
-from stackexp.verbs.parser import Parser, at_least
-from stackexp.verbs.report import ReportVerb, argument
+from stackexp.verbs.parser import Parser, count, flag, setting
+from stackexp.verbs.report import ReportVerb
 
 
 def parse_factor(text: str) -> float:
@@ -27,22 +27,14 @@ class Verdict(ReportVerb):
     """
 
     builder = "reports.verdict:build_verdicts"
-    source = argument("file", "FILE.yaml", "the arms, the effect and the search", nargs="?", type=Path)
+    source = ("file", setting("FILE.yaml", "the arms, the effect and the search", nargs="?", type=Path))
     options = (
-        ("--memory", {"metavar": "NAME", "help": "compare this memory with the usual controls"}),
-        ("--report", {"action": "store_true", "help": "only read finished runs"}),
-        ("--dry-run", {"action": "store_true", "help": "only print the number of runs and the time left"}),
-        (
-            "--budget",
-            {
-                "type": parse_factor,
-                "default": 1.0,
-                "metavar": "FACTOR",
-                "help": "multiply all steps of the file by this",
-            },
-        ),
+        ("--memory", setting("NAME", "compare this memory with the usual controls")),
+        ("--report", flag("only read finished runs")),
+        ("--dry-run", flag("only print the number of runs and the time left")),
+        ("--budget", setting("FACTOR", "multiply all steps of the file by this", type=parse_factor, default=1.0)),
         ("--launcher", {"choices": ["local", "slurm"], "default": "local", "help": "default: local"}),
-        ("--max-parallel", {"type": at_least(1), "metavar": "N", "help": "runs at once (default: as many as fit)"}),
+        ("--max-parallel", count(1, "runs at once (default: as many as fit)")),
     )
     examples = ("verdict mine.yaml --dry-run", "verdict --memory queue --config ablation/small")
 
