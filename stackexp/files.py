@@ -161,6 +161,17 @@ def write_json(path: Path, value: Any, *, indent: int = 2) -> None:
     write_atomically(path, json.dumps(replace_non_finite(value), indent=indent, ensure_ascii=False) + "\n")
 
 
+def add_sha256(contents: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of a JSON file with the SHA-256 of them, which detects an edited value."""
+    digest = hashlib.sha256(json.dumps(replace_non_finite(contents)).encode()).hexdigest()
+    return contents | {"sha256": digest}
+
+
+def has_valid_sha256(contents: Any) -> bool:
+    """Return True for a dict with the SHA-256 of its other items."""
+    return isinstance(contents, dict) and contents == add_sha256({k: v for k, v in contents.items() if k != "sha256"})
+
+
 def replace_non_finite(value: Any) -> Any:
     """Replace infinity and NaN, which JSON does not have, by None in nested dicts."""
     if isinstance(value, dict):

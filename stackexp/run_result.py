@@ -1,13 +1,11 @@
 """The contents of result.json."""
 
 import dataclasses
-import hashlib
-import json
 import typing
 from dataclasses import dataclass
 from typing import Any
 
-from stackexp.files import replace_non_finite
+from stackexp.files import has_valid_sha256
 
 RESULT_VERSION = 1
 
@@ -47,23 +45,16 @@ class RunResult:
             raise ValueError(f"version is {version!r:.60}")
         if version > RESULT_VERSION:
             raise NewerVersionError(f"version {version} is newer than this stackexp; update it")
-        contents = dict(contents)
-        sha256 = contents.pop("sha256", None)  # earlier versions wrote none
-        if sha256 is not None and sha256 != compute_sha256(contents):
+        if "sha256" in contents and not has_valid_sha256(contents):  # earlier versions wrote none
             raise ValueError("its contents differ from their sha256")
         fields = {field.name: field.type for field in dataclasses.fields(cls) if field.name != "figures"}
         for name, hint in fields.items():
             _check_type(name, contents.get(name), hint)
         for name, value in (contents.get("train_loss") or {}).items():
             _check_type(f"train_loss.{name}", value, float | None)
-        figures = {key: value for key, value in contents.items() if key not in (*fields, "version")}
+        figures = {key: value for key, value in contents.items() if key not in (*fields, "version", "sha256")}
         check_scores(figures)
         return cls(**{name: contents.get(name) for name in fields}, figures=figures)
-
-
-def compute_sha256(contents: dict[str, Any]) -> str:
-    """Compute the SHA-256 of the contents, which result.json also holds."""
-    return hashlib.sha256(json.dumps(replace_non_finite(contents)).encode()).hexdigest()
 
 
 def check_scores(figures: dict[str, Any]) -> None:

@@ -28,13 +28,15 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from stackexp import __version__, run_result
+from stackexp import __version__
 from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.yaml_files import read_options
 from stackexp.errors import DamagedCheckpointError, FolderBusyError, RunError, first_line, mask_secrets
 from stackexp.files import (
+    add_sha256,
     compute_sha256,
+    has_valid_sha256,
     is_locked,
     open_regular,
     read_json,
@@ -98,7 +100,7 @@ class RunFolder:
 
     def write_result(self, result: RunResult) -> None:
         """Write result.json, which marks the run as finished."""
-        write_json(self.result, _add_hash(result.to_dict()))
+        write_json(self.result, add_sha256(result.to_dict()))
 
     def read_sessions(self) -> list[dict[str, Any]]:
         """Read environment.json: commit, versions, hardware and command of each session. Raises RunError for damage."""
@@ -392,7 +394,7 @@ def write_manifest(folder: Path, step: int, tokenizer: str | None) -> None:
     files = sorted(path for path in folder.iterdir() if path.name not in (MANIFEST, VALIDATION))
     with ThreadPoolExecutor() as threads:
         hashes = dict(zip((file.name for file in files), threads.map(compute_sha256, files), strict=True))
-    write_json(folder / MANIFEST, _add_hash({"step": step, "tokenizer": tokenizer, "files": hashes}))
+    write_json(folder / MANIFEST, add_sha256({"step": step, "tokenizer": tokenizer, "files": hashes}))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -410,7 +412,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise damaged_error(folder, f"{MANIFEST} is not an object")
     if not isinstance(manifest.get("files"), dict):
         manifest = {"step": None, "tokenizer": None, "files": manifest}
-    elif not _has_valid_hash(manifest) or not manifest.keys() >= {"step", "tokenizer"}:
+    elif not has_valid_sha256(manifest) or not manifest.keys() >= {"step", "tokenizer"}:
         raise damaged_error(folder, f"{MANIFEST} has changed since it was written")
     check_step(folder, manifest["step"])
     return manifest
@@ -447,7 +449,7 @@ def damaged_error(path: Path, reason: BaseException | str) -> DamagedCheckpointE
 def write_validation(checkpoint: Path, loss: float, accuracy: float | None) -> None:
     """Write the mean scores of the validation of a checkpoint; `best_checkpoint` compares them."""
     scores = {"loss": loss, "accuracy": accuracy, "manifest_sha256": compute_sha256(checkpoint / MANIFEST)}
-    write_json(checkpoint / VALIDATION, _add_hash(scores))
+    write_json(checkpoint / VALIDATION, add_sha256(scores))
 
 
 def read_validation(checkpoint: Path) -> float | None:
@@ -459,18 +461,9 @@ def read_validation(checkpoint: Path) -> float | None:
     if not path.exists():
         return None
     scores = read_json(path)
-    if not _has_valid_hash(scores) or scores["manifest_sha256"] != compute_sha256(checkpoint / MANIFEST):
+    if not has_valid_sha256(scores) or scores["manifest_sha256"] != compute_sha256(checkpoint / MANIFEST):
         raise RunError(f"{path}: not the scores that were written for this checkpoint; delete the file")
     return None if scores["loss"] is None else _rank_validation(scores["loss"], scores["accuracy"])
-
-
-def _add_hash(contents: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents with their SHA-256, which detects an edited value."""
-    return contents | {"sha256": run_result.compute_sha256(contents)}
-
-
-def _has_valid_hash(contents: Any) -> bool:
-    return isinstance(contents, dict) and contents == _add_hash({k: v for k, v in contents.items() if k != "sha256"})
 
 
 def _rank_validation(loss: float, accuracy: float | None) -> float:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stackexp import __version__, files, run_result
+from stackexp import __version__, files
 from stackexp.errors import RunError
-from stackexp.files import read_json, write_json
+from stackexp.files import add_sha256, has_valid_sha256, read_json, write_json
 from stackexp.reports.arms import list_paths
 from stackexp.reports.report import Report, Table
 from stackexp.reports.scaling import SAME_RATIO, Ladder, Point, Series, abbreviate, get_size, load_ladder, select_series
@@ -151,7 +151,7 @@ def build_forecast(
             raise RunError(f"{forecast}: no such file; to write a forecast, give --size or --tokens")
         contents = _fit(load_ladder(paths, measure, by=by), quantity, wanted, by)
         with files.explain_failed_writes(forecast, "choose another FILE"):
-            write_json(forecast, contents | {"sha256": run_result.compute_sha256(contents)})
+            write_json(forecast, add_sha256(contents))
     contents = read_forecast(forecast)
     options = {"loss": measure, "by": list(by) or None, "size": wanted, "quantity": wanted and quantity}
     if changed := [key for key, value in options.items() if value not in (None, contents[key])]:
@@ -171,9 +171,8 @@ def read_forecast(path: Path) -> dict[str, Any]:
     if contents.get("version") != VERSION:
         found = contents.get("version")
         raise RunError(f"{path}: a forecast of version {found!r:.20}, not {VERSION}; use the stackexp that wrote it")
-    sha256 = contents.pop("sha256", None)
     has_keys = all(isinstance(contents.get(key), kind) for key, kind in KEYS.items())
-    if not has_keys or sha256 != run_result.compute_sha256(contents):
+    if not has_keys or not has_valid_sha256(contents):
         raise RunError(f"{path}: changed since it was written; restore it, for example from version control")
     return contents
 

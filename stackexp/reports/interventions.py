@@ -8,10 +8,9 @@ from typing import Any
 
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
-from stackexp.files import read_json, write_json
+from stackexp.files import add_sha256, has_valid_sha256, read_json, write_json
 from stackexp.reports.arms import compute_difference, count_runs
 from stackexp.reports.report import Table
-from stackexp.run_result import compute_sha256
 from stackexp.runs import RunFolder
 from stackexp.sweeps.verdict import Verdict
 from stackexp.tables import ABSENT
@@ -46,8 +45,7 @@ def describe_changes(verdict: Verdict, folder: RunFolder) -> dict[str, Any]:
 
 def write_changes(folder: RunFolder, identity: dict[str, Any], changes: Changes) -> None:
     """Write the measured changes of a run, with the SHA-256 of the contents."""
-    contents = identity | {"changes": changes}
-    write_json(folder.path / FILE, contents | {"sha256": compute_sha256(contents)})
+    write_json(folder.path / FILE, add_sha256(identity | {"changes": changes}))
 
 
 def read_changes(folder: RunFolder, identity: dict[str, Any]) -> Changes | None:
@@ -56,10 +54,9 @@ def read_changes(folder: RunFolder, identity: dict[str, Any]) -> Changes | None:
     if not path.is_file():
         return None
     contents = read_json(path)
-    sha256 = contents.pop("sha256", None) if isinstance(contents, dict) else None
-    if sha256 is None or sha256 != compute_sha256(contents):
+    if not has_valid_sha256(contents):
         raise RunError(f"{path}: damaged; repeat `verdict`, which measures again")
-    return contents["changes"] if contents == identity | {"changes": contents.get("changes")} else None
+    return contents["changes"] if identity.items() <= contents.items() else None
 
 
 def build_interventions(verdict: Verdict) -> tuple[Table | None, list[str]]:

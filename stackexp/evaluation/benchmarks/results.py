@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.errors import RunError
-from stackexp.files import hold_lock, read_json, write_json
-from stackexp.run_result import compute_sha256
+from stackexp.files import add_sha256, has_valid_sha256, hold_lock, read_json, write_json
 from stackexp.tables import ABSENT, RULE, format_table
 
 VERSION = 1
@@ -79,8 +78,7 @@ def read_evaluations(path: Path) -> list[Evaluation]:
         return []
     record = read_json(path)
     try:
-        digest = record.pop("sha256")
-        if record["version"] != VERSION or compute_sha256(record) != digest:
+        if record["version"] != VERSION or not has_valid_sha256(record):
             raise ValueError
         return [
             Evaluation(**entry | {"tasks": {name: TaskScores(**scores) for name, scores in entry["tasks"].items()}})
@@ -99,8 +97,7 @@ def add_evaluation(path: Path, new: Evaluation) -> None:
             evaluations.remove(same)
             new = dataclasses.replace(new, tasks=dict(sorted((same.tasks | new.tasks).items())))
         entries = [dataclasses.asdict(entry) for entry in [*evaluations, new]]
-        record = {"version": VERSION, "evaluations": entries}
-        write_json(path, record | {"sha256": compute_sha256(record)})
+        write_json(path, add_sha256({"version": VERSION, "evaluations": entries}))
 
 
 def compute_mean(values: list[float]) -> tuple[float, float | None]:
