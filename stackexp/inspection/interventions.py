@@ -50,8 +50,7 @@ def measure_interventions(model: nn.Module, batches: list[TokenBatch], heads: bo
     losses, counts = compute_losses(model, batches)
     changes: list[dict[str, Any]] = [{"intervention": "none", "loss": float(losses.sum() / counts.sum())}]
     for intervention in interventions:
-        with intervene(model, intervention):
-            differences = compute_losses(model, batches)[0] - losses
+        differences = _compute_losses_under(model, batches, intervention) - losses
         change = float(differences.sum() / counts.sum())
         error = estimate_sampling_error(differences, counts, is_independent)
         low, high = (None, None) if error is None else (change - error.margin, change + error.margin)
@@ -66,19 +65,19 @@ def measure_summary(model: nn.Module, batches: list[TokenBatch]) -> dict[str, fl
     is dropped.
     """
     memories: list[Any] = find_memories(model)
-    interventions = {}
     is_stack = isinstance(memories[0], Stack)
+    interventions = [Intervention("dropped read" if is_stack else "dropped output", read=_drop_read)]
     if is_stack and memories[0].actions is not None and not getattr(memories[0].config, "feedback", False):
         freeze = _freeze(memories, _record_first(model, batches))
-        interventions["mean action"] = Intervention("mean action", logits=freeze)
-    name = "dropped read" if is_stack else "dropped output"
-    interventions[name] = Intervention(name, read=_drop_read)
+        interventions.insert(0, Intervention("mean action", logits=freeze))
     losses, counts = compute_losses(model, batches)
-    changes = {}
-    for name, intervention in interventions.items():
-        with intervene(model, intervention):
-            changes[name] = float((compute_losses(model, batches)[0] - losses).sum() / counts.sum())
-    return changes
+    changes = {i.name: (_compute_losses_under(model, batches, i) - losses).sum() for i in interventions}
+    return {name: float(change / counts.sum()) for name, change in changes.items()}
+
+
+def _compute_losses_under(model: nn.Module, batches: list[TokenBatch], intervention: Intervention) -> np.ndarray:
+    with intervene(model, intervention):
+        return compute_losses(model, batches)[0]
 
 
 def find_memories(model: nn.Module) -> list[Memory]:

@@ -18,12 +18,11 @@ from stackexp.evaluation.loading import load_run
 from stackexp.models.memories.stack import StackMemory
 from stackexp.models.memories.stack_attention import StackAttention
 from stackexp.models.recurrent import StackRNNLayer, mix_slots, pad_slots
-from stackexp.models.stack_recording import wrap_method
+from stackexp.models.stack_recording import update_by_token, wrap_method
 from stackexp.reports.formal_runs import collect_results
 from stackexp.reports.report import Report
 from stackexp.reports.states import DEPTHS, LENGTHS, REFERENCE_LENGTH, SCORED, Measurements, StateRun, build_report
 from stackexp.stack import use_implementation
-from stackexp.stack.reference import StackOutput
 from stackexp.tasks import TASKS, Task, TaskBatch
 from stackexp.tasks.regular import MODULUS
 
@@ -247,17 +246,13 @@ def _trace_update(
     traced: Traced, name: str, memory: StackMemory, update: Callable, state: Any, *inputs: Tensor
 ) -> tuple[Any, Any]:
     """Update a stack as usual; token by token where the slot on top is not what it reads."""
-    is_scan = memory.axis != "depth"
     if memory.config.read == "top":
         output, state = update(state, *inputs)
     else:
-        outputs = []
-        for parts in zip(*(tensor.split(1, 1) for tensor in inputs), strict=True) if is_scan else [inputs]:
-            output, state = update(state, *parts)
-            top = state.slots[..., 0, :]
-            traced[f"{name} top"].append(top.unsqueeze(1) if is_scan else top)
-            outputs.append(output)
-        output = StackOutput(*(torch.cat(tensors, 1) for tensors in zip(*outputs, strict=True)))
+        tops = traced[f"{name} top"]
+        output, state = update_by_token(
+            memory, update, state, inputs, lambda _, after, *rest: tops.append(after.slots[..., 0, :])
+        )
     traced[f"{name} actions"].append(output.action)
     traced[f"{name} read"].append(output.read)
     return output, state

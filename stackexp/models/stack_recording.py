@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,20 +145,30 @@ def _update_recorded(
     logits: Tensor,
     h: Tensor,
 ) -> tuple[Any, Any]:
-    """Update the memory as usual and record it; on axis time, token by token."""
+    """Update the memory as usual and record it."""
     if isinstance(memory, ResidualStack):
         output, slots = update(state, x, logits, h)
         recording.add(_measure_residual_stack(output, slots))
         return output, slots
+    observe = functools.partial(_measure, memory)
+    return update_by_token(memory, update, state, (x, logits, h), lambda *parts: recording.add(observe(*parts)))
+
+
+def update_by_token(
+    memory: StackMemory, update: Callable, state: StackState, inputs: Sequence[Tensor], observe: Callable
+) -> tuple[StackOutput, StackState]:
+    """Update a stack with x, logits and h, on axis time token by token.
+
+    Calls `observe(before, after, output, h)` with the states of all tokens, or of each one, as [B, T, ...].
+    """
     if memory.axis == "depth":
-        output, new = update(state, x, logits, h)
-        recording.add(_measure(memory, state, new, output, h))
+        output, new = update(state, *inputs)
+        observe(state, new, output, inputs[2])
         return output, new
     outputs = []
-    for parts in zip(*(tensor.split(1, 1) for tensor in (x, logits, h)), strict=True):
+    for parts in zip(*(tensor.split(1, 1) for tensor in inputs), strict=True):
         output, new = update(state, *parts)
-        as_column = StackState(new.slots.unsqueeze(1), new.mask.unsqueeze(1))
-        recording.add(_measure(memory, StackState(state.slots, state.mask.unsqueeze(1)), as_column, output, parts[2]))
+        observe(*(StackState(*(part.unsqueeze(1) for part in s)) for s in (state, new)), output, parts[2])
         outputs.append(output)
         state = new
     return StackOutput(*(torch.cat(tensors, 1) for tensors in zip(*outputs, strict=True))), state

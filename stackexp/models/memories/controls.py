@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from stackexp.config.memory import ResidualScaleConfig, ValueSkipConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.models.layers import Linear, init_weight_
-from stackexp.models.memories.base import EmbeddingSkip, Stats
+from stackexp.models.memories.base import EmbeddingSkip, Stats, compute_read_share
 
 
 class ResidualScale(EmbeddingSkip):
@@ -65,5 +65,5 @@ class ValueSkip(EmbeddingSkip):
     ) -> tuple[Tensor, Tensor, Stats]:
         """Add the skip; see `Memory.forward`."""
         skip = self.up(self.down(state))
-        stats = {"read_share": (skip.detach().norm(dim=-1) / h.detach().norm(dim=-1)).mean()} if probe else {}
+        stats = {"read_share": compute_read_share(skip, h)} if probe else {}
         return h + skip, state, stats

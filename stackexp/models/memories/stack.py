@@ -21,7 +21,7 @@ from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.errors import RunError
 from stackexp.models.layers import get_matmul_dtype, init_weight_
-from stackexp.models.memories.base import Memory, Stats, average_actions
+from stackexp.models.memories.base import Memory, Stats, average_actions, compute_read_share
 from stackexp.stack import dispatch, projection
 
 NUM_ACTIONS, PUSH = 3, 0  # push, pop, no-op
@@ -117,7 +117,8 @@ class StackMemory(Memory):
         if probe:
             with torch.no_grad():
                 added = self.scale_read(self.project_up(read))  # [B, T, d]
-            stats |= _compute_probes(output, added, h)
+            stats |= average_actions(output.action)
+            stats |= {"occupancy": output.occupancy.detach().mean(), "read_share": compute_read_share(added, h)}
             if self.axis != "token_major":  # each call has one token, without a spread
                 stats |= _compute_spread(output.action)
         return new_h, state, stats
@@ -236,15 +237,6 @@ class StackMemory(Memory):
 def new_parameter(*shape: int) -> nn.Parameter:
     """Return an uninitialized parameter."""
     return nn.Parameter(torch.empty(shape))
-
-
-@torch.no_grad()
-def _compute_probes(output: stack.StackOutput, read: Tensor, h: Tensor) -> Stats:
-    """Return means over tokens and heads: occupancy is the sum of M, read_share |read| / |h|."""
-    return average_actions(output.action) | {
-        "occupancy": output.occupancy.mean(),
-        "read_share": (read.float().norm(dim=-1) / h.float().norm(dim=-1)).mean(),
-    }
 
 
 @torch.no_grad()
