@@ -2,12 +2,11 @@
 
 import statistics
 
-from stackexp.errors import RunError
 from stackexp.evaluation.loading import load_run
 from stackexp.files import hold_lock
 from stackexp.inspection.inspect import load_batches, open_run_data
 from stackexp.inspection.interventions import measure_summary
-from stackexp.reports.interventions import Changes, describe_changes, list_memory_runs, read_changes, write_changes
+from stackexp.reports.interventions import Changes, describe_changes, list_unmeasured, write_changes
 from stackexp.runs import RunFolder
 from stackexp.sweeps.verdict import Verdict
 
@@ -18,22 +17,11 @@ def measure_pairs(verdict: Verdict) -> None:
     Other processes wait. Damaged files are written again.
     """
     with hold_lock(verdict.folder / ".interventions.lock", "the interventions"):
-        folders = dict.fromkeys(folder for runs in list_memory_runs(verdict).values() for folder in runs)
-        missing = [folder for folder in folders if _is_missing(verdict, folder)]
+        missing = list_unmeasured(verdict)
         if missing:
             print(f"measuring interventions on {len(missing)} runs", flush=True)
         for folder in missing:
             write_changes(folder, describe_changes(verdict, folder), measure_run(verdict, folder))
-
-
-def _is_missing(verdict: Verdict, folder: RunFolder) -> bool:
-    identity, newest = describe_changes(verdict, folder), folder.newest_checkpoint()
-    if newest is None or int(newest.name) != identity["step"]:
-        return False
-    try:
-        return read_changes(folder, identity) is None
-    except RunError:
-        return True
 
 
 def measure_run(verdict: Verdict, folder: RunFolder) -> Changes:

@@ -59,6 +59,22 @@ def read_changes(folder: RunFolder, identity: dict[str, Any]) -> Changes | None:
     return contents["changes"] if identity.items() <= contents.items() else None
 
 
+def list_unmeasured(verdict: Verdict) -> list[RunFolder]:
+    """Return the runs that have the checkpoint of their last step, but no measured changes, or damaged ones."""
+    folders = dict.fromkeys(folder for runs in list_memory_runs(verdict).values() for folder in runs)
+    return [folder for folder in folders if _is_unmeasured(verdict, folder)]
+
+
+def _is_unmeasured(verdict: Verdict, folder: RunFolder) -> bool:
+    identity, newest = describe_changes(verdict, folder), folder.newest_checkpoint()
+    if newest is None or int(newest.name) != identity["step"]:
+        return False
+    try:
+        return read_changes(folder, identity) is None
+    except RunError:
+        return True
+
+
 def build_interventions(verdict: Verdict) -> tuple[Table | None, list[str]]:
     """Return a table of the changes, mean over seeds, and notes about runs without them. Nothing is measured."""
     rows: list[list[str]] = []

@@ -65,10 +65,12 @@ class Verdict(ReportVerb):
 
             print("\n\n".join(map(format_plan, verdicts)))
             return 0
+        from stackexp.reports.interventions import list_unmeasured
+
         for verdict in verdicts if not args.report else ():
             is_complete = verdict.run(args.launcher, args.max_parallel)
-            if is_complete and verdict.config.interventions_chunks:
-                from stackexp.inspection.pairs import measure_pairs
+            if is_complete and verdict.config.interventions_chunks and list_unmeasured(verdict):
+                from stackexp.inspection.pairs import measure_pairs  # imports torch, which takes seconds
 
                 measure_pairs(verdict)
         args.verdicts, args.parameters = verdicts, ["verdicts"]
