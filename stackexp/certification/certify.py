@@ -116,7 +116,7 @@ def certify_regular(
         f"{max_length:,} symbols: network and task differ on {differing[1][0]}"
     )
     add_loops(result, machine, expected, max_length)
-    add_closure(result, loaded, machine, learned, expected)
+    add_closure(result, loaded, machine, expected)
     hard = Machine(harden(loaded), machine.empty_token)
     short = regular.tabulate(hard, max(1, n - 3), symbols)
     long, _ = regular.sample(hard, streams[: max(1, len(streams) // 10)], lengths)
@@ -125,6 +125,7 @@ def certify_regular(
         f"with hard actions (logits x {HARDNESS:.0e}): wrong on {wrong} of "
         f"all strings of up to {max(1, n - 3)} symbols and {long.count:,} random ones"
     )
+    add_hard_closure(result, loaded, hard, expected)
     states = np.stack([expected.run(strings)[:, -1] for strings in drawn.strings])
     half = len(contents) // 2
     layers = regular.identify_states(contents[half:], states[half:])
@@ -196,22 +197,16 @@ def add_loops(result: Certificate, machine: Machine, expected: Automaton, max_le
         )
 
 
-def add_closure(
-    result: Certificate, loaded: LoadedRun, machine: Machine, learned: Automaton | None, expected: Automaton
-) -> None:
+def add_closure(result: Certificate, loaded: LoadedRun, machine: Machine, expected: Automaton) -> None:
     """Try to prove the network equal to the automaton by enumerating all states that it reaches."""
-    model = loaded.config.model
-    is_shift_invariant = model.positional in ("none", "alibi") and model.attention_window
-    memory = machine.model.memories[0].config
-    depends_on_slots_only = memory.read == "top" and memory.discipline == "stack"
-    closed = None
-    if is_shift_invariant and depends_on_slots_only:
-        closed = regular.close_states(machine, TASKS[result.task].num_symbols)
+    if not can_close(loaded):
+        result.measured.append("no proof for all lengths: the state of the network grows with the string")
+        return
+    closed = regular.close_states(machine, TASKS[result.task].num_symbols)
     if closed is None:
         result.measured.append(
-            f"no proof for all lengths: the network reaches more than {regular.MAX_STATES:,} different states"
-            if is_shift_invariant and depends_on_slots_only
-            else "no proof for all lengths: the state of the network grows with the string"
+            f"no proof for all lengths: with its soft actions, the network reaches more than {regular.MAX_STATES:,} "
+            "different states"
         )
         return
     states, count = closed
@@ -224,6 +219,32 @@ def add_closure(
     result.proved.append(
         f"strings of every length reach only {count:,} states, compared bit for bit, in float32 on this processor; "
         f"merged by their answers they are the automaton of the task, so the network is the automaton"
+    )
+
+
+def can_close(loaded: LoadedRun) -> bool:
+    """Return whether the state has one size at all lengths: the slots, and a window of keys and values."""
+    model = loaded.config.model
+    memory = loaded.model.memories[0].config
+    is_shift_invariant = model.positional in ("none", "alibi") and bool(model.attention_window)
+    return is_shift_invariant and memory.read == "top" and memory.discipline == "stack"
+
+
+def add_hard_closure(result: Certificate, loaded: LoadedRun, hard: Machine, expected: Automaton) -> None:
+    """Enumerate the states that the network reaches if its actions are one-hot."""
+    symbols = TASKS[result.task].symbols
+    closed = regular.close_states(hard, len(symbols)) if can_close(loaded) else None
+    if closed is None:
+        return
+    states, count = closed
+    difference = automata.find_difference(regular.merge_states(states, int(expected.outputs[0])), expected)
+    result.is_automaton_when_hard = difference is None
+    end = "the automaton of the task"
+    if difference is not None:
+        end = f"another automaton, which differs at {format_string(symbols, difference)}"
+    result.proved.append(
+        f"with hard actions, strings of every length reach only {count:,} states, compared bit for bit; merged by "
+        f"their answers they are {end}"
     )
 
 
