@@ -38,6 +38,7 @@ class Certificate:
     task: str
     differs_at: list[tuple[int, ...]] = field(default_factory=list)
     is_automaton: bool = False
+    is_automaton_when_hard: bool = False  # with one-hot actions
     agrees_up_to: int = 0
     proved: list[str] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
@@ -50,7 +51,11 @@ class Certificate:
         """The line that the verb prints last."""
         if self.differs_at:
             return f"differs at {format_string(TASKS[self.task].symbols, min(self.differs_at, key=len))}"
-        return "is the automaton" if self.is_automaton else f"agrees up to {self.agrees_up_to}"
+        if self.is_automaton:
+            return "is the automaton"
+        return (
+            f"agrees up to {self.agrees_up_to}" + ", is the automaton with hard actions" * self.is_automaton_when_hard
+        )
 
 
 def run(

@@ -10,7 +10,8 @@ class Certify(Verb):
 
     Prints what was proved, what was only measured, and one verdict: "is the automaton" (proved for strings of every
     length), "agrees up to N" (on all strings of up to N symbols, and on all longer ones that were tried), or "differs
-    at STRING". The exit code is 1 if it differs. Writes certificate.json and automaton.png to RUN/certificate.
+    at STRING". If it agrees, the proof is also tried for the same weights with one-hot actions. The exit code is 1 if
+    it differs. Writes certificate.json and automaton.png to RUN/certificate.
 
     Tasks: even_pairs, parity_check, cycle_navigation, reverse_string and stack_manipulation; for
     modular_arithmetic_brackets, it lists the rules that the run lacks.
