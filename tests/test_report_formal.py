@@ -9,11 +9,13 @@ import yaml
 from formal_runs import ALL_LENGTHS, MODELS, NEAR_LENGTHS, finish, format_formal, read_row, write_run
 
 from stackexp.cli import main
+from stackexp.config.affects import flatten_config
+from stackexp.config.compose import compose
 from stackexp.config.data import get_model_label
 from stackexp.errors import RunError
 from stackexp.reports import formal
 from stackexp.reports.formal import build_curve, build_formal
-from stackexp.reports.formal_runs import COLUMNS, TABLE_1, Results, collect_results, get_printed_score
+from stackexp.reports.formal_runs import COLUMNS, TABLE_1, Results, collect_results, get_printed_score, name_column
 from stackexp.reports.report import escape_latex, format_report
 from stackexp.tables import ABSENT
 from stackexp.tasks import TASKS
@@ -39,11 +41,50 @@ def test_column_follows_from_the_config(runs):
     report = collect_results([runs], ALL_LENGTHS)
     assert {Path(run.row["path"]).name: run.column for run in report.runs} == dict(zip(COLUMNS, COLUMNS, strict=True))
     row = report.cells["even_pairs", "StackTrans"].runs[0].row
-    assert get_model_label(row | {"model.memory.axis": "token_major"}) == COLUMNS["StackTrans"]
-    assert get_model_label(row | {"model.memory.discipline": "queue"}) not in COLUMNS.values()
-    queue = {"model.memory.discipline": "queue", "model.memory.axis": "depth"}
-    assert get_model_label(row | queue) == "stacktrans-depth-queue"
+    queue, feedback = {"model.memory.discipline": "queue"}, {"model.memory.feedback": False}
+    axes = {axis: {"model.memory.axis": axis} for axis in ("depth", "token_major")}
+    table_1 = [row | changes for changes in (axes["token_major"], feedback, queue, axes["depth"] | queue)]
+    assert list(map(name_column, table_1)) == ["StackTrans", "StackTrans", "StackTrans queue", "StackTrans depth queue"]
+    row |= {"data.task": "word_problem_s3"}
+    others = [row | changes for changes in ({}, feedback, axes["token_major"], axes["depth"] | feedback)]
+    names = ["StackTrans time + feedback", "StackTrans time", "StackTrans token_major + feedback", "StackTrans depth"]
+    assert list(map(name_column, others)) == names
+    assert name_column(row | {"model.memory.kind": "my_memory"}) == "my memory"
     assert get_model_label({"model.kind": "transformer", "model.memory.kind": "mine"}) == "mine"
+
+
+def test_baselines_have_columns_of_their_own():
+    names = {
+        "delta_net": "DeltaNet [-1, 1]",
+        "delta_net model.allow_negative_eigenvalues=false": "DeltaNet [0, 1]",
+        "delta_product": "DeltaProduct [-1, 1]",
+        "nondeterministic_stack": "nondeterministic stack",
+        "stratified_stack": "stratified stack",
+        "stack_attention": "StackAttn",
+    }
+    for name, column in names.items():
+        config, *overrides = name.split()
+        assert (
+            name_column(flatten_config(compose([f"formal/{config}"], [*overrides, "data.task=even_pairs"]))) == column
+        )
+
+
+def test_committed_runs_are_all_in_the_tables():
+    folder = Path(__file__).parents[1] / "docs/results/formal"
+    report = build_formal([folder])
+    assert {record["path"] for record in report.records if record["in_table"]} == {
+        str(path.parent) for path in folder.rglob("config.yaml")
+    }
+    table_1, others, _ = report.tables
+    assert table_1.header[-3:] == ["DeltaNet [-1, 1]", "DeltaNet [0, 1]", "stratified stack"]
+    assert others.header[-2:] == ["StackTrans time", "StackTrans time + feedback"]
+    assert not any("skipped" in note for note in report.notes)
+    text = format_report(report, "markdown")
+    cells = read_row(text, "parity_check")
+    assert (cells["StackTrans"], cells["DeltaNet [-1, 1]"]) == ("**1.00** / 1.00 (1/1)", "0.70 / 0.70 (0/1)")
+    assert cells["stratified stack"] == ABSENT
+    assert read_row(text, "word_problem_s3")["StackTrans time + feedback"] == "0.45 / 0.45 (0/1)"
+    assert "`formal/delta_net model.allow_negative_eigenvalues=false`" in text
 
 
 def test_cell_has_best_and_median_next_to_the_papers_score(runs):
@@ -53,18 +94,18 @@ def test_cell_has_best_and_median_next_to_the_papers_score(runs):
     finish(write_run(runs / "d", "Transformer", "duplicate_string"), beyond=0.625)
     text = format_formal(runs)
     cells = read_row(text, "parity_check")
-    assert cells["StackTrans"] == "**1.00** / 0.97 (3)", "compared at two decimals"
-    assert cells["StackTrans depth"] == "0.50↓ / 0.50 (1)"
+    assert cells["StackTrans"] == "**1.00** / 0.97 (1/3)", "compared at two decimals"
+    assert cells["StackTrans depth"] == "0.50↓ / 0.50 (0/1)"
     assert cells["paper of StackTrans depth"] == "1.00"
     assert (cells["LSTM"], cells["paper of LSTM"], cells["paper of StackAttn"]) == ("missing", "1.00", ABSENT)
-    assert read_row(text, "duplicate_string")["Transformer"] == "0.62 / 0.62 (1)", "the paper prints none"
+    assert read_row(text, "duplicate_string")["Transformer"] == "0.62 / 0.62 (0/1)", "the paper prints none"
     assert text.index("*regular*") < text.index("*deterministic context-free*") < text.index("*context-sensitive*")
 
 
 def test_score_covers_the_requested_lengths(runs):
     """Accuracy is interpolated between the tested lengths: here it falls from 95 to 104."""
     finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.5, up_to_100=0.9, stride=9)
-    assert read_row(format_formal(runs, NEAR_LENGTHS), "even_pairs")["LSTM"] == "0.89↓ / 0.89 (1)"
+    assert read_row(format_formal(runs, NEAR_LENGTHS), "even_pairs")["LSTM"] == "0.89↓ / 0.89 (0/1)"
     (run,) = collect_results([runs], ALL_LENGTHS).runs
     falling = [0.5 + 0.4 * share / 9 for share in range(8, 0, -1)]  # at 96 to 103
     expected = (55 * 0.9 + sum(falling) + 397 * 0.5) / 460
@@ -74,8 +115,10 @@ def test_score_covers_the_requested_lengths(runs):
 def test_other_families_follow_with_lengths_of_their_own(runs, tmp_path):
     finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.5)
     finish(write_run(runs / "b", "StackTrans", "word_problem_s3"), beyond=0.75)
-    lengths = ("data.max_length=80", "data.validation_max_length=90", "data.eval_max_length=200")
-    finish(write_run(runs / "c", "LSTM", "generate_dyck_2", *lengths), beyond=0.25, up_to_100=0.5, longest=200)
+    lengths = ("data.max_length=20", "data.validation_max_length=40", "data.eval_max_length=200")
+    finish(write_run(runs / "c", "LSTM", "repl_s3", *lengths), beyond=0.25, longest=200)
+    shorter = ("data.max_length=8", "data.validation_max_length=20", "data.eval_max_length=100")
+    finish(write_run(runs / "c2", "StackRNN", "repl_s3", *shorter), beyond=0.5, longest=100)
     config = write_run(runs / "d", "LSTM", "parity_check") / "config.yaml"
     tree = yaml.safe_load(config.read_text())
     tree["data"] |= {"task": "gone", "output_vocab_size": 4}
@@ -84,25 +127,42 @@ def test_other_families_follow_with_lengths_of_their_own(runs, tmp_path):
 
     report = build_formal([runs], ALL_LENGTHS, curves=tmp_path / "curves.png")
     text = format_report(report, "markdown")
-    headings = [
-        "*context-sensitive*",
-        "*state tracking*",
-        "*context-free generation*",
-        "*tasks of plugins that are not",
-    ]
+    headings = ["*context-sensitive*", "*state tracking*", "*state tracking in code*", "*tasks of plugins that are not"]
     positions = [text.index(heading) for heading in headings]
     assert positions == sorted(positions)
-    assert read_row(text, "word_problem_s3")["StackTrans"] == "0.75 / 0.75 (1)"
-    assert read_row(text, "generate_dyck_2")["LSTM"] == "0.29 / 0.29 (1)", "over 81 to 200"
-    assert read_row(text, "gone")["LSTM"] == "0.62 / 0.62 (1)"
+    cells = {"LSTM": ABSENT, "StackRNN": ABSENT, "StackTrans time + feedback": "0.75 / 0.75 (0/1)"}
+    assert read_row(text, "word_problem_s3") == {"task": "word_problem_s3"} | cells, "only columns with runs"
+    assert read_row(text, "repl_s3")["LSTM"] == "0.33 / 0.33 (0/1)", "1 on 21 to 40, then 0.25"
+    assert "| repl_s3 (21 to 200) " in text, "beyond the training of all runs"
+    assert read_row(text, "repl_s3")["StackRNN"] == "missing‡"
+    assert read_row(text, "gone")["LSTM"] == "0.62 / 0.62 (0/1)"
     assert "word_problem_a5" not in text
-    assert "scored on lengths 81 to 200: generate_dyck_2" in text
     assert "plugin not loaded (" in text
     results = collect_results([runs], ALL_LENGTHS)
     assert [results.guess_accuracy(task) for task in ("word_problem_s3", "dyck_2_3", "gone")] == [1 / 6, 1 / 2, 1 / 4]
-    assert {record["task"]: record["class"] for record in report.records}["word_problem_s3"] == "state tracking"
-    assert len(report.draw().axes) == len(headings) + 2, "a panel for each family"
+    records = {record["task"]: record for record in report.records if record["in_table"]}
+    assert records["word_problem_s3"]["class"] == "state tracking"
+    assert records["repl_s3"]["score_21_200"] == pytest.approx((20 + 160 * 0.25) / 180)
+    assert len(report.draw().axes) == 4, "a panel for each family with runs"
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+    only = format_formal(runs / "b")
+    assert "Table 1" not in only
+    assert "sweep run formal_table" not in only
+
+
+def test_languages_with_an_entropy_are_scored_by_their_loss(runs):
+    lengths = ("data.max_length=80", "data.validation_max_length=90", "data.eval_max_length=200")
+    for name, recipe, excess, loss in (("a", "", 0.25, 1.5), ("b", "optimizer.lr=0.01", 0.125, 1.25)):
+        run = write_run(runs / name, "LSTM", "generate_dyck_2", *lengths, *recipe.split())
+        path = finish(run, beyond=0.5, validation=loss - 1, loss=loss, longest=200) / "result.json"
+        above = {str(n): excess * (1 + (n <= 100)) for n in range(1, 201)}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"loss_above_entropy": above}))
+    report = build_formal([runs])
+    text = format_report(report, "markdown")
+    assert read_row(text, "generate_dyck_2")["LSTM"] == "0.146 / 0.146 nats (1)", "(20 * 0.25 + 100 * 0.125) / 120"
+    assert "| generate_dyck_2 (81 to 200) " in text
+    assert "`optimizer.lr=0.0004` (1 seeds; runs/formal_table/a)" in text, "the recipe with the lower loss is chosen"
+    assert [record["loss_above_entropy"] for record in report.records] == pytest.approx([0.35 / 1.2, 0.175 / 1.2])
 
 
 def test_recipe_is_chosen_by_the_validation_accuracy(runs):
@@ -112,12 +172,12 @@ def test_recipe_is_chosen_by_the_validation_accuracy(runs):
         other = write_run(runs / f"b{seed}", "StackTrans", "odds_first", "data.curriculum_steps=1500", seed=seed)
         finish(other, beyond=0.8, validation=0.8 + 0.15 * seed)
     text = format_formal(runs)
-    assert read_row(text, "odds_first")["StackTrans"] == "**0.60** / 0.60 (2)"
+    assert read_row(text, "odds_first")["StackTrans"] == "**0.60** / 0.60 (0/2)"
     assert "StackTrans, odds_first: recipe not chosen by validation" in text
     assert "`data.curriculum_steps=1500` (2 seeds; runs/formal_table/b0)" in text
     finish(runs / "b0", beyond=0.8, validation=0.86)
     text = format_formal(runs)
-    assert read_row(text, "odds_first")["StackTrans"] == "**0.80** / 0.80 (2)"
+    assert read_row(text, "odds_first")["StackTrans"] == "**0.80** / 0.80 (0/2)"
     assert "`data.curriculum_steps=0` (2 seeds; runs/formal_table/a0)" in text
 
 
@@ -125,12 +185,12 @@ def test_recipe_with_three_seeds_precedes_better_validation(runs):
     finish(write_run(runs / "a", "LSTM", "odds_first", "optimizer.lr=0.01"), beyond=0.9, validation=1.0)
     for seed in range(3):
         finish(write_run(runs / f"b{seed}", "LSTM", "odds_first", seed=seed), beyond=0.5, validation=0.8)
-    assert read_row(format_formal(runs), "odds_first")["LSTM"] == "0.50↓ / 0.50 (3)"
+    assert read_row(format_formal(runs), "odds_first")["LSTM"] == "0.50↓ / 0.50 (0/3)"
     for seed in (1, 2):
         other = write_run(runs / f"a{seed}", "LSTM", "odds_first", "optimizer.lr=0.01", seed=seed)
         finish(other, beyond=0.9, validation=1.0)
     finish(write_run(runs / "b3", "LSTM", "odds_first", seed=3), beyond=0.5, validation=0.8)
-    assert read_row(format_formal(runs), "odds_first")["LSTM"] == "**0.90** / 0.90 (3)", "three seeds are enough"
+    assert read_row(format_formal(runs), "odds_first")["LSTM"] == "**0.90** / 0.90 (0/3)", "three seeds are enough"
 
 
 @pytest.mark.parametrize(("losses", "seeds"), [((0.02, 0.001), (2, 2)), ((0.25, 0.25), (1, 2))])
@@ -140,7 +200,7 @@ def test_tie_is_broken_by_validation_loss_and_then_by_seeds(runs, losses, seeds)
         for seed in range(count):
             finish(write_run(runs / f"{name}{seed}", "LSTM", "odds_first", *recipe, seed=seed), beyond=score, loss=loss)
     text = format_formal(runs)
-    assert read_row(text, "odds_first")["LSTM"] == "0.50↓ / 0.50 (2)"
+    assert read_row(text, "odds_first")["LSTM"] == "0.50↓ / 0.50 (0/2)"
 
 
 def test_recipe_ignores_execution_and_thoroughness(runs):
@@ -155,7 +215,7 @@ def test_recipe_ignores_execution_and_thoroughness(runs):
     assert (tree["trainer"].pop("z_loss"), tree["trainer"].pop("spike_threshold")) == (0.0, 6.0)
     old.write_text(yaml.safe_dump(tree))
     report = format_formal(runs)
-    assert read_row(report, "odds_first")["LSTM"] == "**0.70** / 0.60 (3)†"
+    assert read_row(report, "odds_first")["LSTM"] == "**0.70** / 0.60 (0/3)†"
     assert "- † tested less than others: one length in 9, 64 strings each (LSTM: odds_first)" in report
 
 
@@ -172,7 +232,7 @@ def test_more_thorough_test_counts_then_the_later_run(runs):
     assert read_row(format_formal(runs, NEAR_LENGTHS), "even_pairs")["LSTM"].startswith("0.60")
     finish(write_run(runs / "b", "LSTM", "even_pairs"), beyond=0.5, stride=9, sequences=64)
     text = format_formal(runs)
-    assert read_row(text, "even_pairs")["LSTM"] == "0.50↓ / 0.50 (1)"
+    assert read_row(text, "even_pairs")["LSTM"] == "0.50↓ / 0.50 (0/1)"
     assert "- LSTM, even_pairs: duplicate seeds, not counted: runs/formal_table/a (seed 0)" in text
 
 
@@ -183,9 +243,9 @@ def test_test_of_another_checkpoint_or_config_is_skipped(runs):
         path = finish(run, beyond=0.9, file="test.json", sequences=1024) / "test.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
     text = format_formal(runs)
-    assert read_row(text, "even_pairs")["StackTrans"] == "0.90↓ / 0.50 (4)†"
+    assert read_row(text, "even_pairs")["StackTrans"] == "0.90↓ / 0.50 (0/4)†"
     names = ", ".join(f"{runs}/a{seed}/test.json" for seed in range(3))
-    assert f"- skipped, test of another checkpoint, or with overrides that change more than the test: {names}\n" in text
+    assert f"- skipped, test of another checkpoint or config: {names}\n" in text
 
 
 @pytest.mark.parametrize("file", ["result.json", "test.json"])
@@ -200,7 +260,7 @@ def test_training_on_the_tested_lengths_is_noted(runs):
     overrides = ("data.max_length=60", "data.validation_max_length=80")
     finish(write_run(runs / "60", "LSTM", "even_pairs", *overrides), beyond=1.0)
     finish(write_run(runs / "40", "StackRNN", "even_pairs"), beyond=1.0)
-    assert "trained on lengths that the score includes, 41 and more: LSTM: even_pairs\n" in format_formal(runs)
+    assert "trained on lengths that the score includes: LSTM: even_pairs\n" in format_formal(runs)
 
 
 def test_unfinished_runs_are_marked(runs):
@@ -211,13 +271,13 @@ def test_unfinished_runs_are_marked(runs):
         (started / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     near = finish(write_run(runs / "near", "Transformer", "even_pairs"), beyond=0.5, longest=100)
     text = format_formal(runs)
-    assert read_row(text, "even_pairs")["LSTM"] == "**1.00** / 1.00 (1)‡"
+    assert read_row(text, "even_pairs")["LSTM"] == "**1.00** / 1.00 (1/1)‡"
     assert read_row(text, "even_pairs")["StackRNN"] == "missing‡"
     assert "runs/formal_table/LSTM1 (at step 300 of 10,000)" in text
     assert f"{near} (not tested over these lengths)" in text
     assert text.endswith("- `python -m stackexp sweep run formal_table` fills missing cells and finishes its runs")
     finish(runs / "StackRNN0", beyond=0.5, file="test.json")
-    assert read_row(format_formal(runs), "even_pairs")["StackRNN"] == "0.50↓ / 0.50 (1)‡", "tested before its end"
+    assert read_row(format_formal(runs), "even_pairs")["StackRNN"] == "0.50↓ / 0.50 (0/1)‡", "tested before its end"
 
 
 def test_other_folders_are_skipped_with_a_note(runs):
@@ -231,10 +291,8 @@ def test_other_folders_are_skipped_with_a_note(runs):
     (other / "config.yaml").write_text("seed: 0\ndata: {kind: stdlib}\n")
     without_task = write_run(runs / "no-task", "LSTM", "even_pairs")
     (without_task / "config.yaml").write_text("seed: 0\nmodel: {kind: lstm}\ndata: {kind: formal_language}\n")
-    queue = finish(write_run(runs / "q", "StackTrans", "even_pairs", "model.memory.discipline=queue"), beyond=1.0)
     text = format_formal(runs.parent)
     assert f"- skipped, not a formal language: {without_task}, {other}\n" in text
-    assert f"- skipped, the table has no column for this model: {queue}\n" in text
     with pytest.raises(RunError, match=r"^nothing: no such folder; give run folders"):
         collect_results(["nothing"], ALL_LENGTHS)
     Path("empty").mkdir()
@@ -264,8 +322,8 @@ def test_curve_has_the_range_of_the_seeds_where_all_were_tested(report):
 def test_latex_is_escaped(report, runs):
     text = format_report(build_formal([runs], ALL_LENGTHS), "latex")
     collapsed = " ".join(text.split())
-    assert r"even\_pairs & 0.52$\downarrow$ / 0.49 (2)$\ddagger$ & 1.00 &" in collapsed
-    assert r"& \textbf{0.78} / 0.75 (2) & 0.49 &" in collapsed
+    assert r"even\_pairs & 0.52$\downarrow$ / 0.49 (0/2)$\ddagger$ & 1.00 &" in collapsed
+    assert r"& \textbf{0.78} / 0.75 (0/2) & 0.49 &" in collapsed
     assert "% `python -m stackexp sweep run formal_table` fills" in text
     assert r"begun\textasciitilde{}\textasciicircum{}\{x\} (at step 0" in text
     assert escape_latex(r"50% a_b `x/y` ^") == r"50\% a\_b \texttt{x/\allowbreak{}y} \textasciicircum{}"

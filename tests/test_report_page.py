@@ -57,7 +57,7 @@ def test_text_is_escaped(page):
     assert "runs<b>" not in page
     assert "<code>python -m stackexp sweep run ablation</code>" in page
     assert "<code>python -m stackexp sweep run formal_table</code>" in page
-    assert '<td>0.75↓ / 0.75 <span class="whole">(1)</span></td>' in page
+    assert '<td>0.75↓ / 0.75 <span class="whole">(0/1)</span></td>' in page
 
 
 def test_the_verb_writes_the_page(folder, tmp_path, capsys):

@@ -226,7 +226,7 @@ def make_runs(scores: list[float], accuracies: list[float], ratios: list[float])
         row["validation_accuracy"] = accuracy
         distances = {("hidden", n): {"within_between": ratio, "shift": 0.5} for n in (20, 60)}
         runs.append(
-            StateRun(FormalRun("LSTM", row, {}, [], None), score, {("answers", 60): {"accuracy": 1}, **distances})
+            StateRun(FormalRun("LSTM", row, [], (41, 500)), score, {("answers", 60): {"accuracy": 1}, **distances})
         )
     return runs
 

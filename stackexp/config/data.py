@@ -342,9 +342,11 @@ def get_model_label(options: Mapping[str, Any]) -> str:
     """Return the short name of a model from the options {full key: value} of its config.
 
     One of transformer, stacktrans, stacktrans-depth, stacktrans-queue, stacktrans-depth-push_only, ...,
-    stack_attention, lstm, stack_rnn, delta_net, or another kind.
+    stack_attention, lstm, stack_rnn, delta_net, delta_product, or another kind.
     """
     kind, memory = options["model.kind"], options.get("model.memory.kind")
+    if kind == "delta_net" and options.get("model.num_householder", 1) > 1:
+        return "delta_product"
     if kind != "transformer" or memory != "stack":
         return kind if kind != "transformer" else memory or kind
     discipline = options["model.memory.discipline"]

@@ -4,8 +4,11 @@ The figures are bars like the paper's, and accuracy against length.
 """
 
 import functools
+import itertools
+import math
 import shlex
 import statistics
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,16 +16,18 @@ from typing import Any
 
 from stackexp.config.affects import FlatConfig, flatten_config
 from stackexp.config.compose import compose
+from stackexp.config.data import get_model_label
 from stackexp.errors import ConfigError
 from stackexp.evaluation.accuracy import Lengths
 from stackexp.reports.formal_runs import (
     COLUMNS,
     DEPTH,
+    SOLVED,
     Cell,
-    Evaluation,
     FormalRun,
     Results,
     collect_results,
+    get_family,
     select_recipe,
 )
 from stackexp.reports.report import Report, Table, new_figure, save_figure
@@ -31,14 +36,14 @@ from stackexp.tables import ABSENT
 from stackexp.tasks import CHOMSKY_TASKS
 
 BELOW, COARSE, UNFINISHED = "↓", "†", "‡"
-TITLE = (
-    "Table 1 of the paper. Best / median over the seeds (number of seeds) of the mean accuracy on lengths {first} to "
-    "{last}. Bold or *: at least the paper's score at two decimals; {below}: below it"
+CELLS = "Best / median over the seeds (solved / all seeds) of the mean accuracy on lengths {} to {}"
+TITLES = (
+    "Table 1 of the paper. {cells}. Bold or *: at least the paper's score at two decimals; {below}: below it",
+    "Tasks outside the paper's table. {cells}, or those after the task",
 )
-LEGEND = (
-    "Tested on {thoroughness}. paper: the best seed in Table 1 of arXiv 2507.15343; {absent}: not printed. StackTrans: "
-    "any axis except depth."
-)
+LEGEND = "Tested on {}. Solved: a mean accuracy of at least {}. {}: no runs, or not printed in the paper"
+PAPER_LEGEND = "paper: the best seed in Table 1 of arXiv 2507.15343. StackTrans in Table 1: any axis except depth"
+EXCESS_LEGEND = "nats: loss per symbol above the entropy of the source, lowest / median over the seeds (seeds)"
 FULL_TABLE = "`python -m stackexp sweep run formal_table` fills missing cells and finishes its runs"
 TASK_OPTIONS = ("data.task", "data.vocab_size", "data.output_vocab_size", "model.vocab_size", "model.output_vocab_size")
 MAX_OVERRIDES = 4
@@ -58,7 +63,10 @@ COLORS = {
     DEPTH: "#e8a0a3",
 }
 """Distinct for color-blind readers (Okabe and Ito) and in gray; StackTrans stands out."""
-BAR_WIDTH = 0.84 / len(COLUMNS)
+OTHER_COLORS = ("#0072b2", "#d55e00", "#cc79a7", "#7b5ea7", "#8a8a00", "#004d40", "#8b5a2b", "#9ad0c2")
+"""Colors of columns that are not in COLORS, repeated if they are more."""
+MAX_TASKS = 8
+"""Most tasks in a row of the bars."""
 
 CellKey = tuple[str, str]
 """Task and column."""
@@ -72,63 +80,77 @@ def build_formal(paths: Sequence[Path], lengths: Lengths = (41, 500), curves: Pa
     results = collect_results(paths, lengths)
     if curves:
         save_figure(draw_curves(results), curves)
-    columns = [title for column in COLUMNS for title in ([column] if column == "StackTrans" else [column, "paper"])]
-    title = TITLE.format(first=lengths[0], last=lengths[1], below=BELOW)
-    recipe_header = ["model", "tasks", "steps", "recipe"]
-    tables = [
-        Table(title, ["task", *columns], _build_rows(results, len(columns))),
-        Table("Recipes", recipe_header, _build_recipe_rows(results), num_labels=len(recipe_header)),
-    ]
-    legend = LEGEND.format(thoroughness=_format_thoroughness(next(iter(results.finest.values()))), absent=ABSENT)
-    notes = [legend, *_describe_marks(results), *_describe_unused_runs(results), *results.skipped]
-    if any(cell.unfinished or not cell.runs for cell in results.cells.values()):
+    tables = [_build_table(results, tasks) for tasks in results.tables]
+    header = ["model", "tasks", "steps", "recipe"]
+    tables.append(Table("Recipes", header, _build_recipe_rows(results), num_labels=len(header)))
+    notes = [*_describe_marks(results), *_describe_unused_runs(results), *results.skipped]
+    if any(cell.unfinished or not cell.runs for key, cell in results.cells.items() if _is_of_paper(*key)):
         notes.append(FULL_TABLE)
     return Report(tables, notes, _build_records(results), lambda: draw_bars(results))
 
 
-# Rows of the table
+# Rows of the tables
 
 
-def _build_rows(results: Results, num_columns: int) -> list[list[str]]:
-    """Return the rows in Markdown: the name of each class, then its tasks. Both StackTrans share the paper's score."""
+def _is_of_paper(task: str, column: str) -> bool:
+    return task in CHOMSKY_TASKS and column in COLUMNS
+
+
+def _build_table(results: Results, tasks: list[str]) -> Table:
+    """Return Table 1 or that of the other tasks, in Markdown. Both StackTrans columns share the paper's score."""
+    is_table_1, columns = tasks[0] in CHOMSKY_TASKS, results.list_columns(tasks)
+    with_paper = [column for column in COLUMNS if is_table_1 and column != "StackTrans"]
+    header = ["task", *(name for column in columns for name in [column, *["paper"] * (column in with_paper)])]
     rows = []
-    for name, tasks in results.families.items():
-        rows.append([f"*{name}*", *[""] * num_columns])
-        for task in tasks:
-            row = [task]
-            for column in COLUMNS:
-                cell = results.cells[task, column]
-                row.append(_format_cell(results, cell))
-                if column != "StackTrans":
-                    row.append(ABSENT if cell.paper is None else f"{cell.paper:.2f}")
+    for family, members in itertools.groupby(tasks, get_family):
+        rows.append([f"*{family}*", *[""] * (len(header) - 1)])
+        for task in members:
+            first, last = results.cells[task, columns[0]].lengths
+            row = [task if (first, last) == results.lengths else f"{task} ({first} to {last})"]
+            for column in columns:
+                row.append(_format_cell(results, task, column))
+                if column in with_paper:
+                    paper = results.cells[task, column].paper
+                    row.append(ABSENT if paper is None else f"{paper:.2f}")
             rows.append(row)
-    return rows
+    return Table(TITLES[not is_table_1].format(cells=CELLS.format(*results.lengths), below=BELOW), header, rows)
 
 
-def _format_cell(results: Results, cell: Cell) -> str:
+def _format_cell(results: Results, task: str, column: str) -> str:
+    cell = results.cells[task, column]
     if not cell.scores:
-        return "missing" + UNFINISHED * bool(cell.unfinished)
+        is_missing = cell.unfinished or _is_of_paper(task, column)
+        return "missing" + UNFINISHED * bool(cell.unfinished) if is_missing else ABSENT
+    marks = COARSE * bool(results.find_coarse(task, column)) + UNFINISHED * bool(cell.unfinished)
+    if excesses := cell.excesses:
+        return f"{min(excesses):.3f} / {statistics.median(excesses):.3f} nats ({len(excesses)}){marks}"
     best = f"{max(cell.scores):.2f}"
-    marks = COARSE * bool(results.find_coarse(cell)) + UNFINISHED * bool(cell.unfinished)
-    rest = f"{BELOW * (cell.reaches_paper is False)} / {statistics.median(cell.scores):.2f} ({len(cell.scores)}){marks}"
+    seeds = f"({cell.num_solved}/{len(cell.scores)})"
+    rest = f"{BELOW * (cell.reaches_paper is False)} / {statistics.median(cell.scores):.2f} {seeds}{marks}"
     return (f"**{best}**" if cell.reaches_paper else best) + rest
 
 
-def _format_thoroughness(evaluation: Evaluation) -> str:
-    lengths = "every length" if evaluation.stride == 1 else f"one length in {evaluation.stride}"
-    return f"{lengths}, {evaluation.sequences} strings each"
+def _format_thoroughness(run: FormalRun) -> str:
+    """Return how a run was tested, which it must be."""
+    test = run.evaluation
+    assert test
+    lengths = "every length" if test.stride == 1 else f"one length in {test.stride}"
+    return f"{lengths}, {test.sequences} strings each"
 
 
-def _format_cells(results: Results, keys: Iterable[CellKey]) -> str:
-    """Return cells as `LSTM: even_pairs, parity_check; StackRNN: all tasks`."""
+def _format_cells(keys: Iterable[CellKey]) -> str:
+    """Return cells as `LSTM: even_pairs, parity_check; StackRNN: all of Table 1`."""
     columns: dict[str, list[str]] = defaultdict(list)
     for task, column in keys:
         columns[column].append(task)
-    return "; ".join(f"{column}: {_format_tasks(results, tasks)}" for column, tasks in columns.items())
+    return "; ".join(f"{column}: {_format_tasks(tasks)}" for column, tasks in columns.items())
 
 
-def _format_tasks(results: Results, tasks: list[str]) -> str:
-    return "all tasks" if set(tasks) == set(results.tasks) else ", ".join(tasks)
+def _format_tasks(tasks: Iterable[str]) -> str:
+    names = dict.fromkeys(tasks)
+    if CHOMSKY_TASKS.keys() <= names.keys():
+        names = {"all of Table 1": None} | {name: None for name in names if name not in CHOMSKY_TASKS}
+    return ", ".join(names)
 
 
 # Recipes
@@ -137,23 +159,22 @@ def _format_tasks(results: Results, tasks: list[str]) -> str:
 def _build_recipe_rows(results: Results) -> list[list[str]]:
     """Return model, tasks, steps and name of each recipe of the table."""
     groups: dict[tuple[str, str], dict[str, Cell]] = defaultdict(dict)
-    for column in COLUMNS:
-        for task in results.tasks:
-            if (cell := results.cells[task, column]).runs:
-                groups[column, name_recipe(cell.runs[0])][task] = cell
+    columns = results.list_columns()
+    for task, column in sorted(results.cells, key=lambda key: columns.index(key[1])):
+        if (cell := results.cells[task, column]).runs:
+            groups[column, name_recipe(cell.runs[0])][task] = cell
     rows = []
     for (column, recipe), cells in groups.items():
         steps = {run.row["step"] for cell in cells.values() for run in cell.runs}
         shown = " to ".join(f"{step:,}" for step in dict.fromkeys([min(steps), max(steps)]))
-        rows.append([column, _format_tasks(results, list(cells)), shown, f"`{recipe}`"])
+        rows.append([column, _format_tasks(cells), shown, f"`{recipe}`"])
     return rows
 
 
 def name_recipe(run: FormalRun) -> str:
     """Return the shipped config with the overrides that reproduce a run, or the run's config if that is shorter."""
-    task = run.row["data.task"]
-    has_own = run.column == "StackTrans" and task in CHOMSKY_TASKS
-    name = f"formal/{COLUMNS[run.column]}" + f"/{task}" * has_own
+    has_own = run.column == "StackTrans"  # the column of Table 1
+    name = f"formal/{get_model_label(run.row)}" + f"/{run.task}" * has_own
     shipped = _compose_recipe(name)
     changes = find_changes(run, shipped) if shipped else {}
     if shipped is None or len(changes) > MAX_OVERRIDES:
@@ -201,30 +222,25 @@ def _describe_unused_runs(results: Results) -> list[str]:
 
 
 def _describe_marks(results: Results) -> list[str]:
-    """Return lines for coarse tests, other lengths, runs trained on the tested lengths, and unfinished runs."""
+    """Return the legend, and lines for coarse tests, runs trained on the tested lengths, and unfinished runs."""
+    tested = "; ".join(
+        f"{_format_thoroughness(run)} ({'Table 1' if is_table_1 else f'other tasks, {first} to {last}'})"
+        for (is_table_1, (first, last)), run in results.finest.items()
+    )
+    notes = [LEGEND.format(tested, SOLVED, ABSENT), *[PAPER_LEGEND] * (results.tables[0][0] in CHOMSKY_TASKS)]
+    if any(cell.excesses for cell in results.cells.values()):
+        notes.append(EXCESS_LEGEND)
     coarse: dict[str, list[CellKey]] = defaultdict(list)
-    for key, cell in results.cells.items():
-        for thoroughness in dict.fromkeys(map(_format_thoroughness, results.find_coarse(cell))):
-            coarse[thoroughness].append(key)
-    notes = [
-        f"{COARSE} tested less than others: {how} ({_format_cells(results, keys)})"
-        for how, keys in sorted(coarse.items())
-    ]
-    ranges: dict[Lengths, list[str]] = defaultdict(list)
-    for (task, _), cell in results.cells.items():
-        if cell.scores and cell.lengths != results.lengths and task not in ranges[cell.lengths]:
-            ranges[cell.lengths].append(task)
+    for key in results.cells:
+        for run in results.find_coarse(*key):
+            coarse[_format_thoroughness(run)].append(key)
     notes += [
-        f"scored on lengths {first} to {last}: {', '.join(tasks)}" for (first, last), tasks in ranges.items() if tasks
+        f"{COARSE} tested less than others: {how} ({_format_cells(keys)})" for how, keys in sorted(coarse.items())
     ]
-    first = results.lengths[0]
-    trained = [
-        key
-        for key, cell in results.cells.items()
-        if any(run.row["data.max_length"] >= cell.lengths[0] for run in cell.runs)
-    ]
+    cells = results.cells.items()
+    trained = [key for key, cell in cells for run in cell.runs if run.row["data.max_length"] >= run.lengths[0]]
     if trained:
-        notes.append(f"trained on lengths that the score includes, {first} and more: {_format_cells(results, trained)}")
+        notes.append(f"trained on lengths that the score includes: {_format_cells(trained)}")
     unfinished = [run for cell in results.cells.values() for run in cell.unfinished]
     if unfinished:
         runs = "; ".join(f"{run.row['path']} ({_describe_state(run)})" for run in unfinished)
@@ -245,14 +261,11 @@ def _build_records(results: Results) -> list[dict[str, Any]]:
     """Return scores and row of each run found, also without scores; `in_table` is True if it counts in a cell."""
     records = []
     cells = list(results.cells)
-    families = {task: family for family, tasks in results.families.items() for task in tasks}
-    keys = [(run.row["data.task"], run.column) for run in results.runs]
-    for (task, column), run in sorted(
-        zip(keys, results.runs, strict=True), key=lambda item: (cells.index(item[0]), item[1].row["seed"])
-    ):
-        cell, tested = results.cells[task, column], run.evaluation
-        record: dict[str, Any] = {"task": task, "class": families[task], "model": column}
-        record |= {f"score_{a}_{b}": run.compute_score((a, b)) for a, b in dict.fromkeys((*RANGES, results.lengths))}
+    for run in sorted(results.runs, key=lambda run: (cells.index(run.key), run.row["seed"])):
+        cell, tested = results.cells[run.key], run.evaluation
+        record: dict[str, Any] = {"task": run.task, "class": get_family(run.task), "model": run.column}
+        record |= {f"score_{a}_{b}": run.compute_score((a, b)) for a, b in dict.fromkeys((*RANGES, run.lengths))}
+        record["loss_above_entropy"] = run.compute_excess()
         record |= {"paper": cell.paper, "in_table": run in cell.runs, "recipe": name_recipe(run)}
         record["sequences_per_length"] = tested and tested.sequences
         record["length_stride"] = tested and tested.stride
@@ -264,98 +277,115 @@ def _build_records(results: Results) -> list[dict[str, Any]]:
 # Figures
 
 
+def _choose_colors(results: Results) -> dict[str, str]:
+    """Return the color of each column with scores, in order."""
+    columns = [
+        c for c in results.list_columns() if any(cell.scores for (_, d), cell in results.cells.items() if c == d)
+    ]
+    others = [column for column in columns if column not in COLORS]
+    colors = COLORS | dict(zip(others, itertools.cycle(OTHER_COLORS), strict=False))
+    return {column: colors[column] for column in columns}
+
+
+def _add_legend(figure: Any, colors: dict[str, str], place: str, **others: Any) -> None:
+    """Add a legend outside the panels, in as many rows as the names need."""
+    from matplotlib.patches import Patch
+
+    handles = {column: Patch(color=color) for column, color in colors.items()} | others
+    width = sum(0.8 + 0.07 * len(name) for name in handles)  # inches
+    columns = math.ceil(len(handles) / math.ceil(width / figure.get_figwidth()))
+    legend = {"loc": f"outside {place} center", "ncols": columns, "fontsize": 8, "frameon": False}
+    figure.legend(handles.values(), handles.keys(), **legend)
+
+
 def draw_bars(results: Results) -> Any:
-    """Draw the best score of each model and task, a dot for the median over seeds, a line for the paper's score."""
+    """Draw the best accuracy of each model and task, a dot for the median over seeds, a line for the paper's."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    num_rows = len(results.families) - 1  # the first two families share a row
-    figure: Any = Figure(figsize=(11, 3.2 * num_rows), layout="constrained")
-    top, *others = figure.subfigures(num_rows, 1, hspace=0.04)
-    panels = [*top.subplots(1, 2, sharey=True), *(other.subplots() for other in others)]
-    handles: dict[str, Any] = {}
-    for axes, (name, tasks) in zip(panels, results.families.items(), strict=True):
-        for i, task in enumerate(tasks):
-            for j, column in enumerate(COLUMNS):
-                if (cell := results.cells[task, column]).scores:
-                    x = i + (j - (len(COLUMNS) - 1) / 2) * BAR_WIDTH
-                    handles.setdefault(column, _draw_bar(axes, cell, x, column))
-            axes.hlines(results.guess_accuracy(task), i - 0.46, i + 0.46, color="black", linestyle=":", linewidth=0.9)
-        labels = [task.replace("_", "\n", 1).replace("_", " ") for task in tasks]
-        axes.set_xticks(range(len(tasks)), labels, fontsize=8.5)
-        axes.set(xlim=(-0.5, len(tasks) - 0.5), ylim=(0, 1.04))
-        axes.tick_params(axis="x", length=0)
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(name.capitalize(), fontsize=10)
-    first, last = results.lengths
-    for axes in (panels[0], *panels[2:]):
-        axes.set_ylabel(f"Accuracy on lengths {first} to {last}")
-    handles = {column: handles[column] for column in COLUMNS if column in handles}
-    handles["median over seeds"] = Line2D([], [], marker=".", linestyle="", color="black")
-    handles["paper"] = Line2D([], [], color="black", linewidth=1.4)
-    handles["uniform guess"] = Line2D([], [], color="black", linestyle=":", linewidth=0.9)
-    legend = {"loc": "outside lower center", "ncols": len(handles), "fontsize": 8, "frameon": False}
-    figure.legend(handles.values(), handles.keys(), **legend)
+    panels: list[tuple[str, list[str], list[str]]] = []
+    rows: list[list[int | str]] = [[]]
+    for table in results.tables:
+        columns = results.list_columns(table)
+        for family, members in itertools.groupby(table, get_family):
+            tasks = [task for task in members if any(results.cells[task, column].scores for column in columns)]
+            for part in (tasks[i : i + MAX_TASKS] for i in range(0, len(tasks), MAX_TASKS)):
+                if len(rows[-1]) + len(part) > MAX_TASKS:
+                    rows.append([])
+                rows[-1] += [len(panels)] * len(part)
+                panels.append((family, part, columns))
+    widest = max(map(len, rows))
+    figure: Any = Figure(figsize=(max(6.5, 1.4 * widest), 3.2 * len(rows) + 0.4), layout="constrained")
+    axes = figure.subplot_mosaic([row + ["."] * (widest - len(row)) for row in rows])
+    colors = _choose_colors(results)
+    for i, panel in enumerate(panels):
+        _draw_family(axes[i], results, colors, *panel)
+    lines = {
+        "median over seeds": Line2D([], [], marker=".", linestyle="", color="black"),
+        "paper": Line2D([], [], color="black", linewidth=1.4),
+        "uniform guess": Line2D([], [], color="black", linestyle=":", linewidth=0.9),
+    }
+    _add_legend(figure, colors, "lower", **lines)
     return figure
 
 
-def _draw_bar(axes: Any, cell: Cell, x: float, column: str) -> Any:
-    """Draw the scores of a cell, and the paper's if it prints one. Return the bar for the legend."""
-    bar = axes.bar(x, max(cell.scores), BAR_WIDTH * 0.92, color=COLORS[column])
-    axes.plot(x, statistics.median(cell.scores), ".", color="black", markersize=4)
-    if cell.paper is not None:
-        axes.hlines(cell.paper, x - BAR_WIDTH * 0.42, x + BAR_WIDTH * 0.42, color="black", linewidth=1.4)
-    return bar
+def _draw_family(
+    axes: Any, results: Results, colors: dict[str, str], family: str, tasks: Sequence[str], columns: Sequence[str]
+) -> None:
+    width = 0.84 / len(columns)
+    for i, task in enumerate(tasks):
+        for j, column in enumerate(columns):
+            if (cell := results.cells[task, column]).scores:
+                x = i + (j - (len(columns) - 1) / 2) * width
+                axes.bar(x, max(cell.scores), width * 0.92, color=colors[column])
+                axes.plot(x, statistics.median(cell.scores), ".", color="black", markersize=4)
+                if cell.paper is not None:
+                    axes.hlines(cell.paper, x - width * 0.42, x + width * 0.42, color="black", linewidth=1.4)
+        axes.hlines(results.guess_accuracy(task), i - 0.46, i + 0.46, color="black", linestyle=":", linewidth=0.9)
+    axes.set_xticks(range(len(tasks)), [textwrap.fill(task.replace("_", " "), 12) for task in tasks], fontsize=8.5)
+    axes.set(xlim=(-0.5, len(tasks) - 0.5), ylim=(0, 1.04))
+    axes.tick_params(axis="x", length=0)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    ranges = sorted({results.cells[task, columns[0]].lengths for task in tasks})
+    axes.set_ylabel("Accuracy on lengths " + ", ".join(f"{first} to {last}" for first, last in ranges), fontsize=8)
+    axes.set_title(textwrap.fill(family.capitalize(), 13 * len(tasks)), fontsize=10)
 
 
 def draw_curves(results: Results) -> Any:
     """Draw accuracy against length for each task with runs: median over seeds, and the range of the seeds."""
-    from matplotlib.lines import Line2D
-
-    tasks = [task for task in results.tasks if any(results.cells[task, column].runs for column in COLUMNS)]
-    width = 5 if len(tasks) == len(results.tasks) else min(4, len(tasks))
-    height = -(-len(tasks) // width)
-    size = max(2.7 * width, 6.5), 2.1 * height + 1.1
-    figure, _ = new_figure(*size, height, width, sharex=True, sharey=True)
-    figure.get_layout_engine().set(w_pad=0.09)  # inches, between the tick labels of neighboring panels
+    tasks = list(dict.fromkeys(task for (task, _), cell in results.cells.items() if cell.runs))
+    width = 5 if len(tasks) >= len(CHOMSKY_TASKS) else min(4, len(tasks))
+    height, colors = math.ceil(len(tasks) / width), _choose_colors(results)
+    figure, _ = new_figure(max(2.7 * width, 6.5), 2.1 * height + 1.1, height, width, sharey=True)
+    for (task, column), cell in results.cells.items():
+        if cell.runs:
+            axes, color = figure.axes[tasks.index(task)], colors[column]
+            lengths, low, median, high = build_curve(cell)
+            axes.fill_between(lengths, low, high, color=color, alpha=0.2, linewidth=0)
+            axes.plot(lengths, median, color=color, linewidth=1.3, zorder=3 if column == "StackTrans" else 2)
     for axes, task in zip(figure.axes, tasks, strict=False):
-        _draw_task(results, axes, task)
+        longest = max(run.row["data.max_length"] for run in results.runs if run.task == task)
+        axes.axhline(results.guess_accuracy(task), color="black", linestyle=":", linewidth=0.9)
+        axes.axvspan(0, longest, color="black", alpha=0.07, linewidth=0)
+        axes.set_title(task, fontsize=9)
+        axes.set(ylim=(0, 1.04), xlim=(0, None))
+        axes.spines[["top", "right"]].set_visible(False)
     for axes in figure.axes[len(tasks) :]:
         axes.set_visible(False)
-    for i in range(len(tasks), height * width):  # the last panel of each column has the tick labels
-        figure.axes[i - width].xaxis.set_tick_params(labelbottom=True)
     figure.supxlabel(
         "Length (gray: training lengths)\nline: median over seeds; band: lowest to highest; dotted: uniform guess",
         fontsize=9,
     )
     figure.supylabel("Accuracy", fontsize=10)
-    shown = [column for column in COLUMNS if any(results.cells[task, column].runs for task in tasks)]
-    handles = [Line2D([], [], color=COLORS[column], linewidth=2) for column in shown]
-    figure.legend(handles, shown, loc="outside upper center", ncols=min(len(shown), 2 * width), frameon=False)
+    _add_legend(figure, colors, "upper")
     return figure
-
-
-def _draw_task(results: Results, axes: Any, task: str) -> None:
-    max_length = 0
-    for column in COLUMNS:
-        cell = results.cells[task, column]
-        if cell.runs:
-            lengths, low, median, high = build_curve(cell)
-            axes.fill_between(lengths, low, high, color=COLORS[column], alpha=0.2, linewidth=0)
-            axes.plot(lengths, median, color=COLORS[column], linewidth=1.3, zorder=3 if column == "StackTrans" else 2)
-            max_length = max(max_length, *(run.row["data.max_length"] for run in cell.runs))
-    axes.axhline(results.guess_accuracy(task), color="black", linestyle=":", linewidth=0.9)
-    axes.axvspan(0, max_length, color="black", alpha=0.07, linewidth=0)
-    axes.set_title(task, fontsize=9)
-    axes.set(ylim=(0, 1.04), xlim=(0, None))
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def build_curve(cell: Cell) -> tuple[list[int], list[float], list[float], list[float]]:
     """Return the lengths that all seeds were tested at, and the lowest, median and highest accuracy at each."""
-    curves = [evaluation.accuracy for evaluation in cell.evaluations]
+    curves = [run.evaluation.accuracy for run in cell.runs if run.evaluation]
     lengths = sorted(set.intersection(*(set(curve) for curve in curves)))
     values = [[curve[length] for curve in curves] for length in lengths]
     return lengths, [min(v) for v in values], [statistics.median(v) for v in values], [max(v) for v in values]

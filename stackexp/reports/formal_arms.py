@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.errors import RunError
-from stackexp.evaluation.accuracy import Lengths, average_accuracy
-from stackexp.frame import list_rows, load_runs
-from stackexp.reports.formal_runs import Evaluation
+from stackexp.evaluation.accuracy import Lengths
+from stackexp.reports.formal_runs import SOLVED, join_paths, read_runs, sort_tasks
 from stackexp.reports.report import Report, Table
 from stackexp.sequential import LEVEL
 from stackexp.tables import ABSENT
-from stackexp.tasks import TASKS
 
-SOLVED = 0.99
-"""Mean accuracy from which a run counts as a solution."""
 COLUMNS = ("seed", "path", "validation_accuracy", "validation_loss", "optimizer.lr", "data.curriculum_steps")
 """Columns of the CSV from the row of a run."""
 TUNING = "tuning"
@@ -32,27 +28,25 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
     scores: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     hours: dict[str, float] = defaultdict(float)
     records: list[dict[str, Any]] = []
-    left_out: dict[str, int] = defaultdict(int)
-    for row in list_rows(load_runs(paths)):
-        if row["state"] != "finished" or row.get("data.kind") != "formal_language":
-            left_out[f"{row['state']}, {row.get('data.kind', 'no config')}"] += 1
-            continue
-        path, arm, task = Path(row["path"]), row["arm"], row["data.task"]
+    runs, notes = read_runs(paths, lengths)
+    unscored = []
+    for run in runs:
+        path, arm, task = Path(run.row["path"]), run.row["arm"], run.task
         is_tuning = path.parent.name == TUNING
-        hours[arm.rpartition("-")[0] if is_tuning else arm] += row.get("seconds_of_last_session", 0.0) / 3600
-        evaluation = Evaluation.read(path, row)
-        if not is_tuning and evaluation.covers(lengths):
-            score = average_accuracy(evaluation.accuracy, lengths)
+        hours[arm.rpartition("-")[0] if is_tuning else arm] += run.row.get("seconds_of_last_session", 0.0) / 3600
+        score = run.compute_score(run.lengths)
+        if not run.is_finished or (score is None and not is_tuning):
+            unscored.append(path)
+        elif score is not None and not is_tuning:
             scores[task][arm].append(score)
-            records.append({"task": task, "arm": arm, "score": score} | {key: row.get(key) for key in COLUMNS})
-        elif not is_tuning:
-            left_out["not tested over these lengths"] += 1
+            records.append({"task": task, "arm": arm, "score": score} | {key: run.row.get(key) for key in COLUMNS})
     if not scores:
-        raise RunError(f"{', '.join(map(str, paths))}: no finished run is tested over {lengths[0]}..{lengths[1]}")
+        raise RunError(f"{join_paths(paths)}: no finished run is tested over {lengths[0]}..{lengths[1]}")
+    if unscored:
+        notes.append(f"left out, not finished and tested over these lengths: {join_paths(unscored)}")
     arms = list(dict.fromkeys(arm for row in scores.values() for arm in row))
-    tasks = [task for task in TASKS if task in scores] + [task for task in scores if task not in TASKS]
     means, solved = [], []
-    for task in tasks:
+    for task in sort_tasks(scores):
         best = max(statistics.fmean(values) for values in scores[task].values())
         means.append([task, *(_format_mean(scores[task].get(arm, []), best) for arm in arms)])
         solved.append([task, *(_count_solved(scores[task].get(arm, [])) for arm in arms)])
@@ -64,7 +58,6 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
     )
     tables = [Table(title, ["task", *arms], means)]
     tables.append(Table(f"Seeds with a mean accuracy of at least {SOLVED}, of all", ["task", *arms], solved))
-    notes = [f"left out, {reason}: {count}" for reason, count in left_out.items()]
     return Report(tables, notes, records)
 
 

@@ -1,11 +1,11 @@
-"""Collect runs on formal languages as the cells of the paper's Table 1: for each task and model its best recipe."""
+"""Collect runs on formal languages as the cells of tables: for each task and model its best recipe."""
 
 import json
 import math
 import shlex
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,18 +27,18 @@ from stackexp.tasks import CHOMSKY_TASKS, TASKS
 
 MODELS = ("LSTM", "StackRNN", "StackAttn", "Transformer", "StackTrans")
 DEPTH = "StackTrans depth"
-COLUMNS = {
-    "LSTM": "lstm",
-    "StackRNN": "stack_rnn",
-    "StackAttn": "stack_attention",
-    "Transformer": "transformer",
-    "StackTrans": "stacktrans",
-    DEPTH: "stacktrans-depth",
+COLUMNS = (*MODELS, DEPTH)
+"""The columns of Table 1: the paper's models, and a separate column for StackTrans on the depth axis."""
+NAMES = {
+    "lstm": "LSTM",
+    "stack_rnn": "StackRNN",
+    "stack_attention": "StackAttn",
+    "transformer": "Transformer",
+    "stacktrans": "StackTrans",
+    "delta_net": "DeltaNet",
+    "delta_product": "DeltaProduct",
 }
-"""Column of our table -> model label: the paper's models, and a separate column for StackTrans on the depth axis.
-
-The shipped config of a column is `formal/<label>`. StackTrans has one for each task in a folder of that name.
-"""
+"""Model label -> name of its column. Other labels are names, too."""
 
 TABLE_1: dict[str, tuple[float | None, ...]] = {
     "even_pairs": (1.00, 1.00, None, 0.49, 1.00),
@@ -61,12 +61,27 @@ It has two decimals, lacks modular_arithmetic, solve_equation and duplicate_stri
 NOT_LOADED = "tasks of plugins that are not loaded"
 ENOUGH_SEEDS = 3
 """Recipes with this many seeds are compared by their median."""
+SOLVED = 0.99
+"""Mean accuracy from which a run counts as a solution."""
 
 
 def get_printed_score(task: str, column: str) -> float | None:
     """Return the paper's score, or None. The depth axis is compared with the paper's StackTrans."""
     model = "StackTrans" if column == DEPTH else column
     return dict(zip(MODELS, TABLE_1.get(task, ()), strict=False)).get(model)
+
+
+def name_column(row: Row) -> str:
+    """Return the column of a run. In Table 1, a stack over the tokens is StackTrans, with and without feedback."""
+    label, details = get_model_label(row), []
+    if row.get("model.memory.kind") == "stack":
+        label, *details = label.split("-")
+        if row["data.task"] not in CHOMSKY_TASKS:
+            details += [row["model.memory.axis"]] * ("depth" not in details)
+            details += ["+ feedback"] * bool(row.get("model.memory.feedback"))
+    elif row["model.kind"] == "delta_net":
+        details = ["[-1, 1]" if row.get("model.allow_negative_eigenvalues", True) else "[0, 1]"]
+    return " ".join([NAMES.get(label, label.replace("_", " ")), *details])
 
 
 # Runs
@@ -76,20 +91,22 @@ def get_printed_score(task: str, column: str) -> float | None:
 class Evaluation:
     """The accuracy at each tested length: `sequences` strings of every `stride`-th length.
 
-    Raises RunError for a damaged file.
+    `excess` is the loss above the entropy of the source, in nats per symbol; empty for most tasks.
     """
 
     path: Path
     accuracy: dict[int, float]
     sequences: int
     stride: int
+    excess: dict[int, float]
 
     @classmethod
     def read(cls, path: Path, record: Mapping[str, Any]) -> "Evaluation":
-        """Build the evaluation from a result.json or a file of `test`."""
+        """Build the evaluation from a result.json or a file of `test`. Raises RunError for a damaged file."""
         try:
             accuracy = {length: float(value) for length, value in sorted(parse_accuracy(record).items())}
-            return cls(path, accuracy, record["sequences_per_length"], record["length_stride"])
+            excess = {int(length): float(value) for length, value in record.get("loss_above_entropy", {}).items()}
+            return cls(path, accuracy, record["sequences_per_length"], record["length_stride"], excess)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else f"not a file of `test` ({error})"
             command = f"python -m stackexp test --run {shlex.quote(str(path.parent))}"
@@ -111,27 +128,55 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class FormalRun:
-    """A run on a formal language. `row` is its row in the DataFrame of runs, `recipe` the options that seeds share.
+    """A run on a formal language. `row` is its row in the DataFrame of runs, `lengths` the range that is scored.
 
-    `evaluations` are read from result.json, test.json and test-to-*.json. `evaluation` is the one over the lengths of
-    the table, or None.
+    `evaluations` are read from result.json, test.json and test-to-*.json.
     """
 
     column: str
     row: Row
-    recipe: FlatConfig
     evaluations: list[Evaluation]
-    evaluation: Evaluation | None
+    lengths: Lengths
+
+    @property
+    def task(self) -> str:
+        """The name of the task."""
+        return self.row["data.task"]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The key of its cell."""
+        return self.task, self.column
 
     @property
     def is_finished(self) -> bool:
         """True if the run has a result."""
         return self.row["state"] == "finished"
 
+    @property
+    def num_strings(self) -> int:
+        """The number of test strings over `lengths`."""
+        return self.evaluation.count_strings(self.lengths) if self.evaluation else 0
+
+    @cached_property
+    def recipe(self) -> FlatConfig:
+        """The options that seeds share."""
+        return select_recipe(get_options(self.row))
+
+    @cached_property
+    def evaluation(self) -> Evaluation | None:
+        """The evaluation over `lengths`, or None."""
+        return find_evaluation(self.evaluations, self.lengths)
+
     def compute_score(self, lengths: Lengths) -> float | None:
         """Return the mean accuracy over a range of lengths, or None if it was not tested."""
         evaluation = find_evaluation(self.evaluations, lengths)
         return average_accuracy(evaluation.accuracy, lengths) if evaluation else None
+
+    def compute_excess(self) -> float | None:
+        """Return the mean loss above the entropy over `lengths`, or None without an entropy."""
+        excess = self.evaluation and self.evaluation.excess
+        return average_accuracy(excess, self.lengths) if excess else None
 
 
 def find_evaluation(evaluations: Sequence[Evaluation], lengths: Lengths) -> Evaluation | None:
@@ -176,6 +221,69 @@ def _is_same_run(test: Mapping[str, Any], row: Row) -> bool:
     return not any(is_in_recipe(row, key) for key in keys) and test.get("step", tested_step) == tested_step
 
 
+def read_runs(paths: Sequence[Path | str], lengths: Lengths) -> tuple[list[FormalRun], list[str]]:
+    """Return the runs in these folders, scored over `lengths` or those of their task, and notes about skipped files.
+
+    Raises RunError for a folder without runs.
+    """
+    for path in paths:
+        if not find_runs([path]):
+            raise RunError(f"{path}: no run folder in it or below; give runs/<name>/<id>, or a folder of run folders")
+    found: dict[str, list[tuple[Row, list[Evaluation]]]] = defaultdict(list)
+    skipped: dict[str, list[str]] = defaultdict(list)
+    for row in list_rows(load_runs(paths)):
+        if row["state"] == "damaged":
+            skipped[f"skipped, {row['problem']}"].append(row["path"])
+        elif row.get("data.kind") != "formal_language" or not isinstance(row.get("data.task"), str):
+            skipped["skipped, not a formal language"].append(row["path"])
+        else:
+            evaluations, unused = _read_tests(row)
+            if problem := _load_task(row):
+                skipped[problem].append(row["path"])
+            found[row["data.task"]].append((row, evaluations))
+            skipped["skipped, test of another checkpoint or config"] += unused
+    runs = []
+    for task, pairs in found.items():
+        chosen = _choose_lengths(task, [row for row, _ in pairs], lengths)
+        runs += [FormalRun(name_column(row), row, evaluations, chosen) for row, evaluations in pairs]
+    return runs, [f"{reason}: {join_paths(paths)}" for reason, paths in skipped.items() if paths]
+
+
+def _choose_lengths(task: str, rows: Sequence[Row], lengths: Lengths) -> Lengths:
+    """Return the lengths that a task is scored over: those of the table, or else all that no run was trained on."""
+    own = max(row["data.max_length"] for row in rows) + 1, max(row["data.eval_max_length"] for row in rows)
+    return lengths if task in CHOMSKY_TASKS or own[0] <= lengths[0] <= lengths[1] <= own[1] else own
+
+
+def _load_task(row: Row) -> str:
+    """Import the plugins of a run if they may have its task, under the rules of trust. Return the problem, or ""."""
+    for name in row.get("plugins") or []:
+        if row["data.task"] not in TASKS:
+            try:
+                import_plugin(Leaf(name, f"{row['path']}/config.yaml"), Path(row["path"]))
+            except ConfigError as error:
+                return f"plugin not loaded ({error})"
+    return ""
+
+
+def get_family(task: str) -> str:
+    """Return the heading of a task."""
+    return TASKS[task].family if task in TASKS else NOT_LOADED
+
+
+def sort_tasks(tasks: Collection[str]) -> list[str]:
+    """Return tasks by family in the order of TASKS, unknown ones last."""
+    order = [*TASKS, *sorted(set(tasks) - TASKS.keys())]
+    families = list(dict.fromkeys(map(get_family, order)))
+    return sorted(set(tasks), key=lambda task: (families.index(get_family(task)), order.index(task)))
+
+
+def join_paths(paths: Sequence[Path | str]) -> str:
+    """Return the first three paths, and the number of the others."""
+    shown = ", ".join(map(str, paths[:3]))
+    return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
+
+
 # Cells
 
 
@@ -197,131 +305,85 @@ class Cell:
     other_recipes: list[list[FormalRun]] = field(default_factory=list)
 
     @property
-    def evaluations(self) -> list[Evaluation]:
-        """The evaluations that the scores come from."""
-        return [run.evaluation for run in self.runs if run.evaluation]
-
-    @property
     def reaches_paper(self) -> bool | None:
         """True if our best score, rounded to two decimals, is at least the paper's; None if one is missing."""
         return round(max(self.scores), 2) >= self.paper if self.scores and self.paper is not None else None
 
+    @property
+    def num_solved(self) -> int:
+        """The number of solved seeds."""
+        return sum(score >= SOLVED for score in self.scores)
+
+    @property
+    def excesses(self) -> list[float]:
+        """The losses above the entropy, for tasks that are scored by it."""
+        return [excess for run in self.runs if (excess := run.compute_excess()) is not None]
+
 
 @dataclass(frozen=True)
 class Results:
-    """The cells by (task, column), all runs that were found, and notes about skipped folders and files.
-
-    `families` are the rows of the table: family -> its tasks, those of Table 1 first, then all others with runs.
-    """
+    """The cells by (task, column), all runs that were found, and notes about skipped folders and files."""
 
     lengths: Lengths
     runs: list[FormalRun]
     cells: dict[tuple[str, str], Cell]
-    families: dict[str, list[str]]
     skipped: list[str]
 
-    @property
-    def tasks(self) -> list[str]:
-        """The tasks of the table in its order."""
-        return [task for tasks in self.families.values() for task in tasks]
+    @cached_property
+    def tables(self) -> list[list[str]]:
+        """The tasks of Table 1, if one of them has a run, and all other tasks with runs."""
+        tasks = sort_tasks({task for task, _ in self.cells})
+        tables = [[task for task in tasks if (task in CHOMSKY_TASKS) == is_table_1] for is_table_1 in (True, False)]
+        return [table for table in tables if table]
+
+    def list_columns(self, tasks: Collection[str] | None = None) -> list[str]:
+        """Return the columns of these tasks, by default of all, in the order of NAMES; other columns are last."""
+        columns = {column for task, column in self.cells if tasks is None or task in tasks}
+        return sorted(columns, key=lambda c: (*(not c.startswith(name) for name in NAMES.values()), c))
 
     @cached_property
-    def finest(self) -> dict[Lengths, Evaluation]:
-        """The most thorough evaluation in the table for each range of lengths; that of `lengths` first, if any."""
-        evaluations: dict[Lengths, list[Evaluation]] = {self.lengths: []}
-        for cell in self.cells.values():
-            evaluations.setdefault(cell.lengths, []).extend(cell.evaluations)
-        return {
-            lengths: max(found, key=lambda evaluation: evaluation.count_strings(lengths))
-            for lengths, found in evaluations.items()
-            if found
-        }
+    def finest(self) -> dict[tuple[bool, Lengths], FormalRun]:
+        """The most thoroughly tested run of Table 1 (True) and of the other one, for each range of lengths."""
+        found: dict[tuple[bool, Lengths], list[FormalRun]] = defaultdict(list)
+        for (task, _), cell in self.cells.items():
+            found[task in CHOMSKY_TASKS, cell.lengths] += cell.runs
+        return {key: max(runs, key=lambda run: run.num_strings) for key, runs in found.items() if runs}
 
-    def find_coarse(self, cell: Cell) -> list[Evaluation]:
-        """Return the evaluations of a cell that are less thorough than others of the same lengths in the table."""
-        if cell.lengths not in self.finest:
-            return []
-        most = self.finest[cell.lengths].count_strings(cell.lengths)
-        return [evaluation for evaluation in cell.evaluations if evaluation.count_strings(cell.lengths) < most]
+    def find_coarse(self, task: str, column: str) -> list[FormalRun]:
+        """Return the runs of a cell that were tested less than others of the table over the same lengths."""
+        cell = self.cells[task, column]
+        finest = self.finest.get((task in CHOMSKY_TASKS, cell.lengths))
+        return [run for run in cell.runs if finest and run.num_strings < finest.num_strings]
 
     def guess_accuracy(self, task: str) -> float:
         """Return the accuracy of a uniform guess."""
         if task in TASKS:
             return 1 / len(TASKS[task].rivals or TASKS[task].answer_symbols)
-        return 1 / next(run.row["data.output_vocab_size"] for run in self.runs if run.row["data.task"] == task)
+        return 1 / next(run.row["data.output_vocab_size"] for run in self.runs if run.task == task)
 
 
 def collect_results(paths: Sequence[Path | str], lengths: Lengths) -> Results:
-    """Build the table of the runs in these folders.
+    """Build the cells of the runs in these folders.
 
     Raises RunError for a folder without runs, and if no run is finished and tested over the lengths.
     """
-    for path in paths:
-        if not find_runs([path]):
-            raise RunError(f"{path}: no run folder in it or below; give runs/<name>/<id>, or a folder of run folders")
-    runs = []
+    runs, notes = read_runs(paths, lengths)
     groups: dict[tuple[str, str], list[FormalRun]] = defaultdict(list)
-    ranges: dict[str, Lengths] = {}
-    skipped: dict[str, list[str]] = defaultdict(list)
-    columns = {label: column for column, label in COLUMNS.items()}
-    for row in list_rows(load_runs(paths)):
-        if row["state"] == "damaged":
-            skipped[f"skipped, {row['problem']}"].append(row["path"])
-        elif row.get("data.kind") != "formal_language" or not isinstance(row.get("data.task"), str):
-            skipped["skipped, not a formal language"].append(row["path"])
-        elif column := columns.get(get_model_label(row)):
-            evaluations, unused = _read_tests(row)
-            if problem := _load_task(row):
-                skipped[problem].append(row["path"])
-            recipe = select_recipe(get_options(row))
-            tested = find_evaluation(evaluations, ranges.setdefault(row["data.task"], _choose_lengths(row, lengths)))
-            runs.append(FormalRun(column, row, recipe, evaluations, tested))
-            groups[row["data.task"], column].append(runs[-1])
-            if unused:
-                skipped["skipped, test of another checkpoint, or with overrides that change more than the test"] += (
-                    unused
-                )
-        else:
-            skipped["skipped, the table has no column for this model"].append(row["path"])
-    notes = [f"{reason}: {_join_paths(found)}" for reason, found in skipped.items()]
-    families = _sort_into_families(ranges)
-    keys = [(task, column) for tasks in families.values() for task in tasks for column in COLUMNS]
-    cells = {key: _build_cell(*key, ranges.get(key[0], lengths), groups[key]) for key in keys}
+    for run in runs:
+        groups[run.key].append(run)
+    cells, ranges = {}, {run.task: run.lengths for run in runs}
+    for task in sort_tasks({*ranges, *(CHOMSKY_TASKS if CHOMSKY_TASKS.keys() & ranges else ())}):
+        is_in_table_1 = task in CHOMSKY_TASKS
+        others = [column for other, column in groups if (other in CHOMSKY_TASKS) == is_in_table_1]
+        for column in dict.fromkeys([*(COLUMNS if is_in_table_1 else ()), *others]):
+            cells[task, column] = _build_cell(task, column, ranges.get(task, lengths), groups.get((task, column), []))
     if not any(cell.scores for cell in cells.values()):
         unscored = f"{len(runs)} runs are unfinished or not tested over {lengths[0]}..{lengths[1]}"
         raise RunError(
-            f"{_join_paths(paths)}: no finished run on a formal language ({'; '.join([unscored, *notes])}); finish or "
+            f"{join_paths(paths)}: no finished run on a formal language ({'; '.join([unscored, *notes])}); finish or "
             "test one"
         )
-    return Results(lengths, runs, cells, families, notes)
-
-
-def _choose_lengths(row: Row, lengths: Lengths) -> Lengths:
-    """Return the lengths that a task is scored over: those of the table, or all tested ones for tasks of its own."""
-    own = row["data.max_length"] + 1, row["data.eval_max_length"]
-    usual = row["data.task"] in CHOMSKY_TASKS or own[0] <= lengths[0] <= lengths[1] <= own[1]
-    return lengths if usual else own
-
-
-def _load_task(row: Row) -> str:
-    """Import the plugins of a run if they may have its task, under the rules of trust. Return the problem, or ""."""
-    for name in row.get("plugins") or []:
-        if row["data.task"] not in TASKS:
-            try:
-                import_plugin(Leaf(name, f"{row['path']}/config.yaml"), Path(row["path"]))
-            except ConfigError as error:
-                return f"plugin not loaded ({error})"
-    return ""
-
-
-def _sort_into_families(tasks: Iterable[str]) -> dict[str, list[str]]:
-    """Return {family: tasks}: the tasks of Table 1, then these tasks in the order of TASKS, unknown ones last."""
-    found, families = set(tasks), defaultdict[str, list[str]](list)
-    for name in [*CHOMSKY_TASKS, *(name for name in TASKS if name in found - CHOMSKY_TASKS.keys())]:
-        families[TASKS[name].family].append(name)
-    if unknown := sorted(found - TASKS.keys()):
-        families[NOT_LOADED] += unknown
-    return dict(families)
+    return Results(lengths, runs, cells, notes)
 
 
 def _build_cell(task: str, column: str, lengths: Lengths, found: list[FormalRun]) -> Cell:
@@ -339,14 +401,9 @@ def _build_cell(task: str, column: str, lengths: Lengths, found: list[FormalRun]
         return Cell(paper, lengths)
     chosen, *others = (recipes[name] for name in sorted(recipes, key=lambda name: (*_rank(recipes[name]), name)))
 
-    def count_strings(run: FormalRun) -> int:
-        return run.evaluation.count_strings(lengths) if run.evaluation else 0
-
     scored = [run for run in chosen if run.evaluation]
-    by_seed = {
-        run.row["seed"]: run
-        for run in sorted(scored, key=lambda run: (run.row["seed"], run.is_finished, count_strings(run)))
-    }
+    ordered = sorted(scored, key=lambda run: (run.row["seed"], run.is_finished, run.num_strings))
+    by_seed = {run.row["seed"]: run for run in ordered}
     runs = list(by_seed.values())
     pending = [run for run in chosen if not run.evaluation and run.row["seed"] not in by_seed]
     return Cell(
@@ -368,6 +425,8 @@ def _rank(runs: list[FormalRun]) -> tuple[int, float, float, int, int]:
     accuracies, losses = (
         [run.row[key] for run in scored if key in run.row] for key in ("validation_accuracy", "validation_loss")
     )
+    if any(run.evaluation and run.evaluation.excess for run in scored):
+        accuracies = []  # the loss is the score
     return (
         -min(seeds, ENOUGH_SEEDS),
         -statistics.median(accuracies or [-1.0]),
@@ -375,8 +434,3 @@ def _rank(runs: list[FormalRun]) -> tuple[int, float, float, int, int]:
         -seeds,
         max(run.row["step"] for run in runs),
     )
-
-
-def _join_paths(paths: Sequence[Path | str]) -> str:
-    shown = ", ".join(map(str, paths[:3]))
-    return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"

@@ -43,7 +43,7 @@ def test_task_of_the_docs_is_trained_tested_swept_and_reported(tmp_path, monkeyp
 
     report = forks.run("report", "formal", tmp_path / "runs")
     assert "not loaded" not in report
-    assert report.index("context-sensitive") < report.index("counting") < report.index("dyck_depth")
+    assert report.index("outside the paper's table") < report.index("counting") < report.index("dyck_depth (21 to 100)")
 
     (tmp_path / "pyproject.toml").unlink()
     monkeypatch.setenv("STACKEXP_TRUST_PLUGINS", "0")
