@@ -85,6 +85,7 @@ def test_committed_runs_are_all_in_the_tables():
     assert cells["stratified stack"] == ABSENT
     assert read_row(text, "word_problem_s3")["StackTrans time + feedback"] == "0.45 / 0.45 (0/1)"
     assert "`formal/delta_net model.allow_negative_eigenvalues=false`" in text
+    assert "=null" not in text, "options that are newer than a run have their defaults"
 
 
 def test_cell_has_best_and_median_next_to_the_papers_score(runs):

@@ -5,6 +5,7 @@ import json
 from formal_runs import finish, write_run
 
 from stackexp.cli import main
+from stackexp.tables import ABSENT
 
 
 def test_arms_have_means_intervals_and_solved_seeds(tmp_path, capsys):
@@ -17,6 +18,9 @@ def test_arms_have_means_intervals_and_solved_seeds(tmp_path, capsys):
             )
         tuning = tmp_path / "parity_check/tuning" / f"{arm}-0-seed=50-01234567"
         finish(write_run(tuning, model, "parity_check", seed=50), beyond=0.0)
+    lengths = ("data.max_length=20", "data.validation_max_length=40", "data.eval_max_length=200")
+    run = write_run(tmp_path / "repl_s3/pairs/lstm-seed=100-01234569", "LSTM", "repl_s3", *lengths, seed=100)
+    finish(run, beyond=0.25, longest=200)
     for path in tmp_path.rglob("result.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"seconds_of_last_session": 900.0}))
     assert main(["report", "formal", "--arms", str(tmp_path), "--markdown"]) == 0
@@ -24,7 +28,9 @@ def test_arms_have_means_intervals_and_solved_seeds(tmp_path, capsys):
     # Student's t with two degrees of freedom: 4.303 * 0.1 / sqrt(3) = 0.248, 4.303 * 0.02887 / sqrt(3) = 0.0717
     assert "| parity_check | 0.60 (0.35 to 0.85) | **0.98** (0.91 to 1.00) |" in " ".join(printed.split())
     assert "| parity_check | 0/3 | 2/3 |" in " ".join(printed.split())
-    assert "| core-hours | 1.0 | 1.0 |" in " ".join(printed.split()), "the tuning counts as cost, not as a score"
+    assert f"| repl_s3 (21 to 200) | **0.33** | {ABSENT} |" in " ".join(printed.split())
+    assert f"| repl_s3 (21 to 200) | 0/1 | {ABSENT} |" in " ".join(printed.split())
+    assert "| core-hours | 1.2 | 1.0 |" in " ".join(printed.split()), "the tuning counts as cost, not as a score"
 
 
 def test_runs_without_scores_are_an_error(tmp_path, capsys):

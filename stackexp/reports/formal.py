@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.affects import FlatConfig, flatten_config
+from stackexp.config.affects import FlatConfig, flatten_config, get_value
 from stackexp.config.compose import compose
 from stackexp.config.data import get_model_label
 from stackexp.errors import ConfigError
@@ -27,7 +27,9 @@ from stackexp.reports.formal_runs import (
     FormalRun,
     Results,
     collect_results,
+    count_solved,
     get_family,
+    label_task,
     select_recipe,
 )
 from stackexp.reports.report import Report, Table, new_figure, save_figure
@@ -39,7 +41,7 @@ BELOW, COARSE, UNFINISHED = "↓", "†", "‡"
 CELLS = "Best / median over the seeds (solved / all seeds) of the mean accuracy on lengths {} to {}"
 TITLES = (
     "Table 1 of the paper. {cells}. Bold or *: at least the paper's score at two decimals; {below}: below it",
-    "Tasks outside the paper's table. {cells}, or those after the task",
+    "Tasks outside the paper's table. {cells}, or those stated",
 )
 LEGEND = "Tested on {}. Solved: a mean accuracy of at least {}. {}: no runs, or not printed in the paper"
 PAPER_LEGEND = "paper: the best seed in Table 1 of arXiv 2507.15343. StackTrans in Table 1: any axis except depth"
@@ -105,8 +107,7 @@ def _build_table(results: Results, tasks: list[str]) -> Table:
     for family, members in itertools.groupby(tasks, get_family):
         rows.append([f"*{family}*", *[""] * (len(header) - 1)])
         for task in members:
-            first, last = results.cells[task, columns[0]].lengths
-            row = [task if (first, last) == results.lengths else f"{task} ({first} to {last})"]
+            row = [label_task(task, results.cells[task, columns[0]].lengths, results.lengths)]
             for column in columns:
                 row.append(_format_cell(results, task, column))
                 if column in with_paper:
@@ -125,15 +126,14 @@ def _format_cell(results: Results, task: str, column: str) -> str:
     if excesses := cell.excesses:
         return f"{min(excesses):.3f} / {statistics.median(excesses):.3f} nats ({len(excesses)}){marks}"
     best = f"{max(cell.scores):.2f}"
-    seeds = f"({cell.num_solved}/{len(cell.scores)})"
-    rest = f"{BELOW * (cell.reaches_paper is False)} / {statistics.median(cell.scores):.2f} {seeds}{marks}"
+    seeds = count_solved(cell.scores)
+    rest = f"{BELOW * (cell.reaches_paper is False)} / {statistics.median(cell.scores):.2f} ({seeds}){marks}"
     return (f"**{best}**" if cell.reaches_paper else best) + rest
 
 
 def _format_thoroughness(run: FormalRun) -> str:
-    """Return how a run was tested, which it must be."""
     test = run.evaluation
-    assert test
+    assert test, "cells have no other runs"
     lengths = "every length" if test.stride == 1 else f"one length in {test.stride}"
     return f"{lengths}, {test.sequences} strings each"
 
@@ -192,10 +192,11 @@ def _compose_recipe(name: str) -> FlatConfig | None:
 
 
 def find_changes(run: FormalRun, recipe: FlatConfig) -> dict[str, Any]:
-    """Return the options in which a run differs from a recipe, except those of the task; None for missing ones."""
+    """Return the options in which a run differs from a recipe, except those of the task; defaults for missing ones."""
+    absent, kinds = object(), {key: kind for key, kind in run.row.items() if key.endswith(".kind")}
     keys = [key for key in {**recipe, **run.recipe} if key not in TASK_OPTIONS]
-    absent = object()
-    return {key: run.row.get(key) for key in keys if run.recipe.get(key, absent) != recipe.get(key, absent)}
+    changed = [key for key in keys if run.recipe.get(key, absent) != recipe.get(key, absent)]
+    return {key: get_value(run.row, recipe | kinds, key) for key in changed}
 
 
 def _format_overrides(options: Mapping[str, Any]) -> str:

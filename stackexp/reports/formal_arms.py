@@ -9,7 +9,7 @@ from typing import Any
 
 from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import Lengths
-from stackexp.reports.formal_runs import SOLVED, join_paths, read_runs, sort_tasks
+from stackexp.reports.formal_runs import SOLVED, count_solved, join_paths, label_task, read_runs, sort_tasks
 from stackexp.reports.report import Report, Table
 from stackexp.sequential import LEVEL
 from stackexp.tables import ABSENT
@@ -44,17 +44,18 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
         raise RunError(f"{join_paths(paths)}: no finished run is tested over {lengths[0]}..{lengths[1]}")
     if unscored:
         notes.append(f"left out, not finished and tested over these lengths: {join_paths(unscored)}")
+    ranges = {run.task: run.lengths for run in runs}
     arms = list(dict.fromkeys(arm for row in scores.values() for arm in row))
     means, solved = [], []
     for task in sort_tasks(scores):
         best = max(statistics.fmean(values) for values in scores[task].values())
-        means.append([task, *(_format_mean(scores[task].get(arm, []), best) for arm in arms)])
-        solved.append([task, *(_count_solved(scores[task].get(arm, [])) for arm in arms)])
+        label = label_task(task, ranges[task], lengths)
+        means.append([label, *(_format_mean(scores[task].get(arm, []), best) for arm in arms)])
+        solved.append([label, *(count_solved(scores[task].get(arm, [])) for arm in arms)])
     solved.append(["core-hours", *(f"{hours[arm]:.1f}" for arm in arms)])
-    first, last = lengths
     title = (
-        f"Mean accuracy on lengths {first} to {last} with {1 - LEVEL:.0%} intervals over seeds (Student's t). Bold or "
-        "*: the highest mean"
+        f"Mean accuracy on lengths {lengths[0]} to {lengths[1]}, or those stated, with {1 - LEVEL:.0%} intervals over "
+        "seeds (Student's t). Bold or *: the highest mean"
     )
     tables = [Table(title, ["task", *arms], means)]
     tables.append(Table(f"Seeds with a mean accuracy of at least {SOLVED}, of all", ["task", *arms], solved))
@@ -73,7 +74,3 @@ def _format_mean(values: list[float], best: float) -> str:
 
     half = float(t.ppf(1 - LEVEL / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
     return f"{text} ({max(0.0, mean - half):.2f} to {min(1.0, mean + half):.2f})"
-
-
-def _count_solved(values: list[float]) -> str:
-    return f"{sum(value >= SOLVED for value in values)}/{len(values)}" if values else ABSENT

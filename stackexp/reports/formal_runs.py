@@ -21,6 +21,7 @@ from stackexp.evaluation.accuracy import Lengths, average_accuracy, parse_accura
 from stackexp.files import read_json
 from stackexp.frame import Row, find_runs, get_options, list_rows, list_tests, load_runs
 from stackexp.runs import RunFolder
+from stackexp.tables import ABSENT
 from stackexp.tasks import CHOMSKY_TASKS, TASKS
 
 # The paper's table
@@ -278,6 +279,16 @@ def sort_tasks(tasks: Collection[str]) -> list[str]:
     return sorted(set(tasks), key=lambda task: (families.index(get_family(task)), order.index(task)))
 
 
+def label_task(task: str, own: Lengths, lengths: Lengths) -> str:
+    """Return the name of a task, with the lengths that it is scored over unless they are those of the table."""
+    return task if own == lengths else f"{task} ({own[0]} to {own[1]})"
+
+
+def count_solved(scores: Sequence[float]) -> str:
+    """Return the number of solved runs of all, such as 2/3."""
+    return f"{sum(score >= SOLVED for score in scores)}/{len(scores)}" if scores else ABSENT
+
+
 def join_paths(paths: Sequence[Path | str]) -> str:
     """Return the first three paths, and the number of the others."""
     shown = ", ".join(map(str, paths[:3]))
@@ -308,11 +319,6 @@ class Cell:
     def reaches_paper(self) -> bool | None:
         """True if our best score, rounded to two decimals, is at least the paper's; None if one is missing."""
         return round(max(self.scores), 2) >= self.paper if self.scores and self.paper is not None else None
-
-    @property
-    def num_solved(self) -> int:
-        """The number of solved seeds."""
-        return sum(score >= SOLVED for score in self.scores)
 
     @property
     def excesses(self) -> list[float]:
