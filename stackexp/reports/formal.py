@@ -343,14 +343,15 @@ def _draw_family(
                 if cell.paper is not None:
                     axes.hlines(cell.paper, x - width * 0.42, x + width * 0.42, color="black", linewidth=1.4)
         axes.hlines(results.guess_accuracy(task), i - 0.46, i + 0.46, color="black", linestyle=":", linewidth=0.9)
-    axes.set_xticks(range(len(tasks)), [textwrap.fill(task.replace("_", " "), 12) for task in tasks], fontsize=8.5)
+    labels = [textwrap.fill(task.replace("_", " "), 12, break_long_words=False) for task in tasks]
+    axes.set_xticks(range(len(tasks)), labels, fontsize=8.5)
     axes.set(xlim=(-0.5, len(tasks) - 0.5), ylim=(0, 1.04))
     axes.tick_params(axis="x", length=0)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    ranges = sorted({results.cells[task, columns[0]].lengths for task in tasks})
-    axes.set_ylabel("Accuracy on lengths " + ", ".join(f"{first} to {last}" for first, last in ranges), fontsize=8)
+    (first, last), *more = {results.cells[task, columns[0]].lengths for task in tasks}
+    axes.set_ylabel("Accuracy beyond training" if more else f"Accuracy on lengths {first} to {last}", fontsize=8)
     axes.set_title(textwrap.fill(family.capitalize(), 13 * len(tasks)), fontsize=10)
 
 
