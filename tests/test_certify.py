@@ -196,7 +196,7 @@ def test_a_network_with_finitely_many_states_is_the_automaton(parity, capsys):
     assert Path(parity[-1], "automaton.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_states_with_hard_actions_are_enumerated_separately(tmp_path, capsys, monkeypatch):
+def test_states_with_hard_actions_or_rounded_slots_are_finite(tmp_path, capsys, monkeypatch):
     def weights(state):
         state = build_parity(state)
         state["layers.0.memory.actions"][0, :, 0] = torch.tensor([2.0, -2.0, -2.0])  # 0.96 push, 0.02 pop and no-op
@@ -205,10 +205,14 @@ def test_states_with_hard_actions_are_enumerated_separately(tmp_path, capsys, mo
     monkeypatch.setattr(regular, "MAX_STATES", 10)
     run = write_run(tmp_path, *parity_options(), *SMALL, weights=weights)
     _, printed, record = certify(capsys, run, "--exhaustive", "5")
-    assert record["verdict"] == "agrees up to 5, is the automaton with hard actions"
-    assert "with its soft actions, the network reaches more than 10 different states" in printed, "traces of old slots"
+    assert record["verdict"] == "agrees up to 5, is the automaton with hard actions", "soft ones leave traces"
     assert "with hard actions, strings of every length reach only 3 states" in printed
-    assert "by their answers they are the automaton of the task\n" in printed
+    monkeypatch.setattr("stackexp.certification.certify.HARDNESS", 1)
+    _, printed, record = certify(capsys, run, "--exhaustive", "5")
+    assert record["verdict"] == "agrees up to 5, is the automaton with slots rounded to multiples of 1/1024"
+    monkeypatch.setattr("stackexp.certification.certify.GRIDS", (1,))  # 0.96 of a push becomes 1
+    _, printed, record = certify(capsys, run, "--exhaustive", "5")
+    assert "with slots rounded to multiples of 1/1, strings of every length reach only 3 states" in printed
 
 
 @pytest.mark.parametrize(

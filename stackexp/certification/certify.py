@@ -1,6 +1,7 @@
 """Certify a run: extract its automaton, compare it with that of its task, and write what was proved and measured."""
 
 import copy
+import dataclasses
 import platform
 import sys
 import time
@@ -28,6 +29,7 @@ EXHAUSTIVE_STRINGS = 100_000  # the default for `--exhaustive` has at most this 
 EXHAUSTIVE_TOKENS = 120_000  # the same for stack tasks, in tokens
 PREFIXES = 20  # strings that one random stream gives
 HARDNESS = 1e4  # factor on the action logits: gaps above 0.002 give a probability of 1 in float32
+GRIDS = (1024, 128, 32)  # inverse steps that slots are rounded to
 SEED = 44
 
 
@@ -37,8 +39,7 @@ class Certificate:
 
     task: str
     differs_at: list[tuple[int, ...]] = field(default_factory=list)
-    is_automaton: bool = False
-    is_automaton_when_hard: bool = False  # with one-hot actions
+    is_automaton_with: str = ""  # the change of the network under which this is proved, or "no change"
     agrees_up_to: int = 0
     proved: list[str] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
@@ -51,11 +52,10 @@ class Certificate:
         """The line that the verb prints last."""
         if self.differs_at:
             return f"differs at {format_string(TASKS[self.task].symbols, min(self.differs_at, key=len))}"
-        if self.is_automaton:
+        if self.is_automaton_with == "no change":
             return "is the automaton"
-        return (
-            f"agrees up to {self.agrees_up_to}" + ", is the automaton with hard actions" * self.is_automaton_when_hard
-        )
+        proof = f", is the automaton with {self.is_automaton_with}" if self.is_automaton_with else ""
+        return f"agrees up to {self.agrees_up_to}{proof}"
 
 
 def run(
@@ -121,8 +121,8 @@ def certify_regular(
         f"{max_length:,} symbols: network and task differ on {differing[1][0]}"
     )
     add_loops(result, machine, expected, max_length)
-    add_closure(result, loaded, machine, expected)
     hard = Machine(harden(loaded), machine.empty_token)
+    add_closure(result, loaded, machine, hard, expected)
     short = regular.tabulate(hard, max(1, n - 3), symbols)
     long, _ = regular.sample(hard, streams[: max(1, len(streams) // 10)], lengths)
     wrong = sum(answers.compare(expected)[0] for answers in (short, long))
@@ -130,7 +130,6 @@ def certify_regular(
         f"with hard actions (logits x {HARDNESS:.0e}): wrong on {wrong} of "
         f"all strings of up to {max(1, n - 3)} symbols and {long.count:,} random ones"
     )
-    add_hard_closure(result, loaded, hard, expected)
     states = np.stack([expected.run(strings)[:, -1] for strings in drawn.strings])
     half = len(contents) // 2
     layers = regular.identify_states(contents[half:], states[half:])
@@ -202,54 +201,43 @@ def add_loops(result: Certificate, machine: Machine, expected: Automaton, max_le
         )
 
 
-def add_closure(result: Certificate, loaded: LoadedRun, machine: Machine, expected: Automaton) -> None:
-    """Try to prove the network equal to the automaton by enumerating all states that it reaches."""
-    if not can_close(loaded):
+def add_closure(result: Certificate, loaded: LoadedRun, machine: Machine, hard: Machine, expected: Automaton) -> None:
+    """Try to prove the network equal to the automaton by enumerating all states that it reaches.
+
+    If they are too many, the same is tried with one-hot actions, with slots that are rounded after each token, and with
+    both.
+    """
+    model, memory = loaded.config.model, loaded.model.memories[0].config
+    is_shift_invariant = model.positional in ("none", "alibi") and model.attention_window
+    if not (is_shift_invariant and memory.read == "top" and memory.discipline == "stack"):
         result.measured.append("no proof for all lengths: the state of the network grows with the string")
         return
-    closed = regular.close_states(machine, TASKS[result.task].num_symbols)
-    if closed is None:
-        result.measured.append(
-            f"no proof for all lengths: with its soft actions, the network reaches more than {regular.MAX_STATES:,} "
-            "different states"
-        )
-        return
-    states, count = closed
-    minimal = regular.merge_states(states, int(expected.outputs[0]))
-    difference = automata.find_difference(minimal, expected)
-    if difference is not None:
-        result.differs_at.append(difference)
-        return
-    result.is_automaton = not result.differs_at
-    result.proved.append(
-        f"strings of every length reach only {count:,} states, compared bit for bit, in float32 on this processor; "
-        f"merged by their answers they are the automaton of the task, so the network is the automaton"
-    )
-
-
-def can_close(loaded: LoadedRun) -> bool:
-    """Return whether the state has one size at all lengths: the slots, and a window of keys and values."""
-    model = loaded.config.model
-    memory = loaded.model.memories[0].config
-    is_shift_invariant = model.positional in ("none", "alibi") and bool(model.attention_window)
-    return is_shift_invariant and memory.read == "top" and memory.discipline == "stack"
-
-
-def add_hard_closure(result: Certificate, loaded: LoadedRun, hard: Machine, expected: Automaton) -> None:
-    """Enumerate the states that the network reaches if its actions are one-hot."""
-    symbols = TASKS[result.task].symbols
-    closed = regular.close_states(hard, len(symbols)) if can_close(loaded) else None
-    if closed is None:
-        return
-    states, count = closed
-    difference = automata.find_difference(regular.merge_states(states, int(expected.outputs[0])), expected)
-    result.is_automaton_when_hard = difference is None
-    end = "the automaton of the task"
-    if difference is not None:
-        end = f"another automaton, which differs at {format_string(symbols, difference)}"
-    result.proved.append(
-        f"with hard actions, strings of every length reach only {count:,} states, compared bit for bit; merged by "
-        f"their answers they are {end}"
+    changes = [("", machine), ("hard actions", hard)]
+    for words, subject in list(changes):
+        parts = [f"slots rounded to multiples of 1/{n}" for n in GRIDS]
+        changes += [
+            (f"{words} and {part}" if words else part, dataclasses.replace(subject, grid=n))
+            for n, part in zip(GRIDS, parts, strict=True)
+        ]
+    for words, subject in changes:
+        closed = regular.close_states(subject, TASKS[result.task].num_symbols)
+        if closed is None:
+            continue
+        states, count = closed
+        difference = automata.find_difference(regular.merge_states(states, int(expected.outputs[0])), expected)
+        start = f"with {words}, " if words else ""
+        reached = f"{start}strings of every length reach only {count:,} states, compared bit for bit"
+        if difference is None:
+            result.is_automaton_with = words or "no change"
+            result.proved.append(f"{reached}; merged by their answers they are the automaton of the task")
+            return
+        shown = format_string(TASKS[result.task].symbols, difference)
+        result.measured.append(f"{reached}; merged by their answers they differ from the task at {shown}")
+        if not words:
+            result.differs_at.append(difference)
+            return
+    result.measured.append(
+        f"no proof for all lengths: the network reaches more than {regular.MAX_STATES:,} different states"
     )
 
 

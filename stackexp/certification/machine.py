@@ -17,17 +17,24 @@ CHUNK = 64  # tokens read at once: longer chunks compute a larger part of window
 
 @dataclass
 class Machine:
-    """A network with its caches as states. All rows of a cache have read the same number of tokens."""
+    """A network with its caches as states. All rows of a cache have read the same number of tokens.
+
+    With `grid`, the slots are rounded to multiples of 1 / grid after each token.
+    """
 
     model: Any
     empty_token: int
+    grid: int | None = None
 
     @torch.no_grad()
     def read(self, cache: Cache, tokens: np.ndarray) -> Cache:
         """Return the state after tokens [B, T]."""
         cache = copy_cache(cache)
-        for part in torch.from_numpy(np.ascontiguousarray(tokens)).split(CHUNK, 1):
+        for part in torch.from_numpy(np.ascontiguousarray(tokens)).split(1 if self.grid else CHUNK, 1):
             self.model(part, cache, return_hidden=True)
+            if self.grid:
+                for layer, state in cache.states.items():
+                    cache.states[layer] = state._replace(slots=(state.slots * self.grid).round() / self.grid)
         return cache
 
     @torch.no_grad()

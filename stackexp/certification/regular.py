@@ -24,7 +24,7 @@ from stackexp.certification.machine import (
 )
 from stackexp.models.transformer import Cache
 
-MAX_STATES = 16_384  # of the search for exact repetition
+MAX_STATES = 8192  # of the search for exact repetition
 MAX_QUERIES = 1000  # prefixes of queries of L*; the automata of the tasks need about a hundred
 LOOP_CHUNK = 100  # symbols between two answers of a loop
 
