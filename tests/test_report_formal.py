@@ -76,12 +76,12 @@ def test_committed_runs_are_all_in_the_tables():
         str(path.parent) for path in folder.rglob("config.yaml")
     }
     table_1, others, _ = report.tables
-    assert table_1.header[-3:] == ["DeltaNet [-1, 1]", "DeltaNet [0, 1]", "stratified stack"]
-    assert others.header[-2:] == ["StackTrans time", "StackTrans time + feedback"]
+    assert {"DeltaNet [-1, 1]", "DeltaNet [0, 1]", "stratified stack"} <= set(table_1.header)
+    assert {"StackTrans time", "StackTrans time + feedback"} <= set(others.header)
     assert not any("skipped" in note for note in report.notes)
     text = format_report(report, "markdown")
     cells = read_row(text, "parity_check")
-    assert (cells["StackTrans"], cells["DeltaNet [-1, 1]"]) == ("**1.00** / 1.00 (1/1)", "0.70 / 0.70 (0/1)")
+    assert (cells["StackTrans"], cells["DeltaNet [-1, 1]"]) == ("**1.00** / 1.00 (5/5)", "0.70 / 0.70 (0/1)")
     assert cells["stratified stack"] == ABSENT
     assert read_row(text, "word_problem_s3")["StackTrans time + feedback"] == "0.45 / 0.45 (0/1)"
     assert "`formal/delta_net model.allow_negative_eigenvalues=false`" in text
