@@ -39,7 +39,7 @@ class Certificate:
 
     task: str
     differs_at: list[tuple[int, ...]] = field(default_factory=list)
-    is_automaton_with: str = ""  # the change of the network under which this is proved, or "no change"
+    is_automaton_with: str | None = None  # the change of the network under which this is proved; "" for none
     agrees_up_to: int = 0
     proved: list[str] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Certificate:
         """The line that the verb prints last."""
         if self.differs_at:
             return f"differs at {format_string(TASKS[self.task].symbols, min(self.differs_at, key=len))}"
-        if self.is_automaton_with == "no change":
+        if self.is_automaton_with == "":
             return "is the automaton"
         proof = f", is the automaton with {self.is_automaton_with}" if self.is_automaton_with else ""
         return f"agrees up to {self.agrees_up_to}{proof}"
@@ -214,10 +214,10 @@ def add_closure(result: Certificate, loaded: LoadedRun, machine: Machine, hard: 
         return
     changes = [("", machine), ("hard actions", hard)]
     for words, subject in list(changes):
-        parts = [f"slots rounded to multiples of 1/{n}" for n in GRIDS]
+        start = f"{words} and " if words else ""
         changes += [
-            (f"{words} and {part}" if words else part, dataclasses.replace(subject, grid=n))
-            for n, part in zip(GRIDS, parts, strict=True)
+            (f"{start}slots rounded to multiples of 1/{grid}", dataclasses.replace(subject, grid=grid))
+            for grid in GRIDS
         ]
     for words, subject in changes:
         closed = regular.close_states(subject, TASKS[result.task].num_symbols)
@@ -228,7 +228,7 @@ def add_closure(result: Certificate, loaded: LoadedRun, machine: Machine, hard: 
         start = f"with {words}, " if words else ""
         reached = f"{start}strings of every length reach only {count:,} states, compared bit for bit"
         if difference is None:
-            result.is_automaton_with = words or "no change"
+            result.is_automaton_with = words
             result.proved.append(f"{reached}; merged by their answers they are the automaton of the task")
             return
         shown = format_string(TASKS[result.task].symbols, difference)
@@ -237,7 +237,7 @@ def add_closure(result: Certificate, loaded: LoadedRun, machine: Machine, hard: 
             result.differs_at.append(difference)
             return
     result.measured.append(
-        f"no proof for all lengths: the network reaches more than {regular.MAX_STATES:,} different states"
+        f"no proof for all lengths: as trained, the network reaches more than {regular.MAX_STATES:,} different states"
     )
 
 
