@@ -223,6 +223,13 @@ def test_invalid_feedback_options_give_one_error():
         assert (found, message in error) == (key, True)
 
 
+def test_precision_of_stored_stacks_requires_axis_depth():
+    model = TransformerConfig(vocab_size=7)
+    assert not list(StackMemoryConfig(state_dtype="bfloat16").find_errors(model))
+    [(found, error)] = StackMemoryConfig(state_dtype="bfloat16", axis="time").find_errors(model)
+    assert (found, error) == ("state_dtype", "bfloat16 requires axis: depth, found axis: time; use auto")
+
+
 @pytest.mark.parametrize("action_input", ["head", "hidden"])
 def test_push_norm_divides_each_head_by_its_root_mean_square(action_input):
     memory, h = make_memory(push_norm="head", action_input=action_input), hidden_states()

@@ -80,7 +80,7 @@ class StackMemoryConfig:
     checkpoint_every_layers: int = option(4, min=1)
     """Layers between two stacks that are stored for the backward pass; others are recomputed (CUDA, axis depth)."""
     state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the stored stacks (axis depth); auto is that of the matrix products."""
+    """Precision of the stored stacks (CUDA, axis depth); auto is that of the matrix products. CPUs store float32."""
 
     def find_errors(self, model: "TransformerConfig") -> Errors:
         """Yield the errors that involve several options of the memory or the model."""
@@ -98,6 +98,8 @@ class StackMemoryConfig:
         yield from self._find_feedback_errors()
         if self.empty_slot and (self.axis, self.read) != ("depth", "global"):
             yield "empty_slot", "requires axis: depth and read: global"
+        if self.state_dtype != "auto" and self.axis != "depth":
+            yield "state_dtype", f"{self.state_dtype} requires axis: depth, found axis: {self.axis}; use auto"
         if self.site == "each_sublayer" and self.axis == "time":
             yield "site", "each_sublayer requires axis: depth or token_major, found axis: time"
         if self.axis == "token_major" and not model.causal:
