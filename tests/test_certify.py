@@ -12,7 +12,7 @@ from aalpy.utils import bisimilar
 from safetensors.torch import save_file
 
 from stackexp import cli, runs
-from stackexp.certification import brackets, regular
+from stackexp.certification import brackets, regular, stack_proof, stacks
 from stackexp.certification.automata import (
     NO_STRING,
     REGULAR,
@@ -83,9 +83,9 @@ def build_reverse(state):
     for name, weight in state.items():
         weight.fill_(1.0 if "norm" in name or name.endswith("gate") else 0.0)
     memory, rms = "layers.0.memory.", (6 / 8) ** 0.5
-    state["embedding.weight"][:, 0] = torch.tensor([2.0, 2.0, 6.0**0.5])  # so that every token has the same norm
+    state["embedding.weight"][:, 0], state["embedding.weight"][-1, 0] = 2, 6**0.5  # every token has the same norm
     state["embedding.weight"][:2, 1] = torch.tensor([-1.0, 1.0])
-    state["embedding.weight"][:2, 2] = 1
+    state["embedding.weight"][:-1, 2] = 1
     state["layers.0.attention.v_proj.weight"][0, 2] = 1
     state["layers.0.attention.o_proj.weight"][3, 0] = rms
     state[memory + "down"][0, 1] = 1
@@ -93,7 +93,7 @@ def build_reverse(state):
     state[memory + "actions"][0, 2, 3], state[memory + "actions"][0, 2, 2] = 160, -160  # no-op
     state[memory + "actions"][0, 2, 0] = -16
     state[memory + "up"][4, 0] = 1
-    state["head.weight"][:, 4] = torch.tensor([-3.0, 3.0])
+    state["head.weight"][:2, 4] = torch.tensor([-3.0, 3.0])
     return state
 
 
@@ -101,6 +101,32 @@ REVERSE = [
     *("formal/stacktrans/reverse_string", *SMALL, "model.attention_window=2", "model.memory.action_input=hidden"),
     *("model.memory.eval_num_slots=64",),
 ]
+
+
+def build_late_reverse(state):
+    """Push each symbol with the token after it, so that the stack also holds the first symbol twice.
+
+    Hidden features as in `build_reverse`, and 5 attention to feature 1.
+    """
+    state = build_reverse(state)
+    memory, rms = "layers.0.memory.", (6 / 8) ** 0.5
+    state["layers.0.attention.v_proj.weight"][1, 1] = 1
+    state["layers.0.attention.o_proj.weight"][5, 1] = rms
+    state[memory + "down"][0, 5], state[memory + "down"][0, 1] = 2, -1  # the sign of the token before
+    state[memory + "actions"].zero_()
+    state[memory + "actions"][0, 0, 3], state[memory + "actions"][0, 0, 0] = 400, -40  # push after a symbol, then pop
+    state[memory + "actions"][0, 2, 0] = -16
+    return state
+
+
+def build_manipulation(state):
+    """Push 0, 1, PUSH0 and PUSH1, pop at POP; then as `build_reverse`, with the constant for an empty stack."""
+    state = build_reverse(state)
+    state["embedding.weight"][:5, 1] = torch.tensor([-1.0, 1.0, 0.0, -1.0, 1.0])
+    state["embedding.weight"][2, 5] = 1  # feature 5: POP
+    state["layers.0.memory.actions"][0, 0, 5] = -200
+    state["head.weight"][2, 0] = 0.5
+    return state
 
 
 def flip(build, name: str, index: tuple[int, ...]):
@@ -281,20 +307,62 @@ def test_reverse_string_by_a_known_stack(tmp_path, capsys):
     right = write_run(tmp_path / "right", *REVERSE, weights=build_reverse)
     code, printed, record = certify(capsys, right, "--exhaustive", "9")
     assert code == 0
-    assert "- 1 heads act by the token alone" in printed
-    assert "the sharpest is layer 0, head 0: actions ++.- (" in printed
-    assert "the read identifies the symbol on top in 100.00%" in printed
-    assert record["verdict"] == "agrees up to 9"
+    assert record["verdict"] == "agrees up to 64, is the automaton with hard actions"  # it has 64 slots
+    assert "- all 1,022 strings of up to 9 symbols: network = pushdown automaton of the task" in printed
+    assert (
+        "in all cases head 0 takes the action of the pushdown automaton. With hard actions, all answers to " in printed
+    )
     assert "with hard actions (logits x 1e+04): wrong on 0 of " in printed
-    assert "measured, not proved" in printed
     for name, index in (
         ("head.weight", (0, 4)),
         ("layers.0.memory.actions", (0, 2, 3)),
         ("layers.0.memory.up", (4, 0)),
     ):
         wrong = write_run(tmp_path / name, *REVERSE, weights=flip(build_reverse, name, index))
-        code, _, record = certify(capsys, wrong, "--exhaustive", "5")
+        code, printed, record = certify(capsys, wrong, "--exhaustive", "5")
         assert (code, record["verdict"][:10]) == (1, "differs at")
+        assert "no proof beyond these strings: no head takes the actions" in printed
+    deep = write_run(tmp_path / "deep", *REVERSE, "model.num_layers=2", weights=lambda state: state)
+    assert "no proof beyond these strings: it requires one layer" in certify(capsys, deep, "--exhaustive", "3")[1]
+
+
+@pytest.mark.parametrize(
+    ("task", "build", "sharpness"),
+    [
+        ("reverse_string", build_reverse, 0.1),
+        ("reverse_string", build_late_reverse, 0.1),
+        ("stack_manipulation", build_manipulation, 0.15),
+    ],
+)
+def test_proofs_for_stacks_hold_on_all_short_strings(tmp_path, task, build, sharpness):
+    """Of networks whose weights are scaled at random, those with a proof are right up to the proved length."""
+    options = [f"data.task={task}", f"model.memory.action_sharpness={sharpness}"]
+    run = write_run(tmp_path, *REVERSE, *options, weights=build)
+    model, generator = load_run(run[1], run[3]).model, torch.Generator().manual_seed(0)
+    known, num_empty, proved = {k: v.clone() for k, v in model.state_dict().items()}, TASKS[task].output_length, []
+    for spread in [0.0, 0.0, *[0.1] * 6, *[0.3] * 6, *[1.0] * 6]:
+        weights = {k: v * (1 + spread * torch.randn(v.shape, generator=generator)) for k, v in known.items()}
+        model.load_state_dict(weights)
+        proof = stack_proof.prove(model, STACK_TASKS[task], num_empty)
+        proved.append(proof.longest if proof else 0)
+        if proof is not None and proof.longest:
+            machine = Machine(model, TASKS[task].num_symbols)
+            assert not stacks.compare_all(machine, STACK_TASKS[task], num_empty, min(proof.longest, 7)).differing
+            assert (proof.heads, proof.is_late) == ([0], build is build_late_reverse)
+    assert min(proved) == 0
+    assert sorted(proved)[-3] > 1
+
+
+@pytest.mark.parametrize(("sharpness", "proved", "fails_at"), [(0.1, 25, 45), (0.06, 5, 12)])
+def test_soft_actions_limit_the_proved_length(tmp_path, sharpness, proved, fails_at):
+    options = f"model.memory.action_sharpness={sharpness}"
+    run = write_run(tmp_path, *REVERSE, options, weights=build_reverse)
+    model, task, rng = load_run(run[1], run[3]).model, STACK_TASKS["reverse_string"], np.random.default_rng(0)
+    assert stack_proof.prove(model, task, lambda length: length).longest == proved
+    for length, is_right in ((proved, True), (fails_at, False)):
+        strings = [rng.integers(0, 2, (200, length))]
+        found = stacks.compare_random(Machine(model, 2), task, lambda length: length, strings)
+        assert (found.differing == 0) == is_right
 
 
 def test_missing_rules_of_brackets_are_wrong_answers(tmp_path, capsys):

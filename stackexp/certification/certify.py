@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stackexp.certification import automata, brackets, picture, regular, stacks
+from stackexp.certification import automata, brackets, picture, regular, stack_proof, stacks
 from stackexp.certification.automata import REGULAR, STACK_TASKS, Automaton, format_string
 from stackexp.certification.machine import Machine
 from stackexp.config.model import TransformerConfig
@@ -281,8 +281,7 @@ def certify_stack(
         result.proved.append(
             f"all {short.count:,} strings of up to {n} symbols: network = pushdown automaton of the task"
         )
-    sample = task.sample(rng, 32, longest).inputs
-    add_heads(result, machine, expected, sample, task.output_length(longest))
+    add_stack_proof(result, loaded, expected, num_slots)
     result.measured += [
         f"{long.count:,} random strings of up to {longest:,} symbols, lengths in geometric steps: network and pushdown "
         f"automaton differ on {long.differing}",
@@ -296,7 +295,7 @@ def certify_stack(
         f"with hard actions (logits x {HARDNESS:.0e}): wrong on {hardened.differing} of {hardened.count:,} random "
         f"strings"
     )
-    add_gap(result, loaded, min(short.gap, long.gap), sample[:4])
+    add_gap(result, loaded, min(short.gap, long.gap), task.sample(rng, 4, longest).inputs)
     result.automaton = automata.describe_pushdown(task.name, expected.pushdown)
     result.figure = picture.draw_pushdown(task.name, expected.pushdown)
     return result
@@ -307,32 +306,27 @@ def _count_wrong_labels(task: automata.StackTask, batch: Any) -> int:
     return int(((answers != np.where(batch.mask, batch.targets, automata.NO_STRING)).any(1)).sum())
 
 
-def add_heads(
-    result: Certificate, machine: Machine, expected: automata.StackTask, sample: np.ndarray, num_empty: int
-) -> None:
-    """Name the heads that are the stack, and the argument by which they extend to longer strings."""
-    heads = stacks.find_stack_heads(machine.model, expected, machine.empty_token, sample, num_empty)
-    if not heads:
-        result.measured.append("no head is a stack of the symbols: its actions depend on more than the token")
+def add_stack_proof(result: Certificate, loaded: LoadedRun, expected: automata.StackTask, num_slots: int) -> None:
+    """Try to prove the network equal to the pushdown automaton for strings of every length."""
+    if obstacle := stack_proof.find_obstacle(loaded.config.model):
+        result.measured.append(f"no proof beyond these strings: it {obstacle}")
         return
-    best = min(heads, key=lambda head: head["largest_leak_of_a_string"])
-    where = f"layer {best['layer']}, head {best['head']}"
-    result.measured += [
-        f"{len(heads)} heads act by the token alone on {len(sample)} strings of {sample.shape[1]} symbols and have the "
-        f"answer on top; the sharpest is {where}: actions {stacks.describe_actions(best['pushdown'])} (symbols, first "
-        f"empty token, later ones), smallest probability {best['smallest_action_probability']:.6f} (logit gap "
-        f"{best['smallest_action_gap']:.3g}), sum of the missing probability over a string at most "
-        f"{best['largest_leak_of_a_string']:.2g}",
-        f"{where}: the read identifies the symbol on top in {best['read_identifies_the_top_symbol']:.2%}; it differs "
-        f"from that of a hard stack by at most {best['read_error']:.2g} of a push",
+    proof = stack_proof.prove(loaded.model, expected, TASKS[result.task].output_length)
+    if proof is None:
+        reason = "no head takes the actions of the automaton, or the other heads could change an answer"
+        result.measured.append(f"no proof beyond these strings: {reason}")
+        return
+    heads, late = " and ".join(map(str, proof.heads)), ", and pushes each symbol with the token after it"
+    result.is_automaton_with = "hard actions"
+    result.agrees_up_to = max(result.agrees_up_to, min(proof.longest, num_slots))
+    result.proved += [
+        "the actions and the pushed vectors depend on a token and the one before; in all cases head "
+        f"{heads} takes the action of the pushdown automaton{late if proof.is_late else ''}. With hard actions, all "
+        "answers to strings of every length are right, if there are as many slots as symbols",
+        f"as trained, the largest probability of another action is {proof.largest_leak:.2g}, and the answers are right "
+        f"while these add up to less than {proof.largest_error:.2g}: in all strings of up to {proof.longest:,} "
+        "symbols, if there are as many slots",
     ]
-    if best["pushdown"] == expected.pushdown:
-        result.proved.append(
-            f"product of the pushdown automaton extracted from {where} and the task's: the same action for every token "
-            f"and the same answer for every top, so they are equal on strings of any length. The network equals the "
-            f"extracted automaton as long as its actions and reads keep the measured margins: this part is measured, "
-            f"not proved"
-        )
 
 
 def list_missing_rules(machine: Machine) -> Certificate:
