@@ -158,7 +158,7 @@ def _list_tops(
 ) -> list[tuple[int, list[int]]]:
     """Return each answer that an empty token may have, with the contexts that may have pushed the top of the heads.
 
-    The number after the last context stands for an empty stack.
+    The number after the last context means an empty stack.
     """
     empty, last = len(pushdown.answers), contexts[number][0]  # the token before this empty token
     pushed: dict[int, list[int]] = {symbol: [] for symbol in range(empty) if pushdown.actions[symbol] == PUSH}
