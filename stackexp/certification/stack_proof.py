@@ -14,6 +14,7 @@ them are computed, in float64. Three facts make the proof:
 
 import bisect
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -74,13 +75,14 @@ def prove(network: Any, task: StackTask, num_empty: Callable[[int], int]) -> Sta
         actions = np.array([_choose_action(task.pushdown, context, is_late) for context in contexts])
         known = actions != UNKNOWN
         heads = np.flatnonzero((chosen == actions[:, None])[known].all(0)).tolist()
-        error = _bound_error(model, task.pushdown, contexts, actions, is_late, heads, h, x) if heads else 0.0
-        if error > 0:
-            leaks = (1 - probabilities.max(-1).values)[:, heads].sum(1).numpy() * known
-            of_symbol, of_empty = float(leaks[~is_empty].max()), float(leaks[is_empty].max())
-            lengths = range(LONGEST)
-            first = bisect.bisect_left(lengths, error, key=lambda n: of_symbol * n + of_empty * num_empty(n))
-            proofs.append(StackProof(heads, is_late, max(0, first - 1), max(of_symbol, of_empty), error))
+        for part in (list(part) for count in range(len(heads)) for part in itertools.combinations(heads, count + 1)):
+            error = _bound_error(model, task.pushdown, contexts, actions, is_late, part, h, x)
+            if error > 0:
+                leaks = (1 - probabilities.max(-1).values)[:, part].sum(1).numpy() * known
+                of_symbol, of_empty = float(leaks[~is_empty].max()), float(leaks[is_empty].max())
+                lengths = range(LONGEST)
+                first = bisect.bisect_left(lengths, error, key=lambda n: of_symbol * n + of_empty * num_empty(n))
+                proofs.append(StackProof(part, is_late, max(0, first - 1), max(of_symbol, of_empty), error))
     return max(proofs, key=lambda proof: proof.longest, default=None)
 
 
