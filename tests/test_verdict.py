@@ -212,6 +212,10 @@ def test_another_question_needs_another_name(question, capsys):
     assert main(["verdict", str(question.path), "--report"]) == 2
     error = capsys.readouterr().err
     assert "arms, effect changed since" in error
+    question.keys["arms"][2].pop("model.memory.num_slots")
+    question.write(effect=0.01, first_seed=200, max_pairs=30, stop_when_decided=False)
+    assert main(["verdict", str(question.path), "--report"]) == 2
+    assert "max_pairs, first_seed changed since" in capsys.readouterr().err
     assert error.rstrip().endswith("give it another name")
 
 

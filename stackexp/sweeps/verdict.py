@@ -38,13 +38,15 @@ DIVERGED = re.compile(r"^step \d+: loss \S+ with gradient norm ")
 """The error of a training whose loss or gradient is not finite."""
 MAX_TUNED = 3
 """Options that a file may tune for an arm: the learning rate and two more."""
+FREE = ("name", "folder", "each", "stop_when_decided", "interventions_chunks", "resources", "retries")
+"""Keys of the file that may change after the plan."""
 STEP_OPTIONS = ("_steps", "_interval")
 """Endings of the options that --budget scales."""
 
 
 @dataclass
 class VerdictConfig:
-    """A question: which of the arms lower the loss of the baseline, by more than `effect`?
+    """A question: which arms change the loss of the baseline? `effect` is the smallest difference of interest.
 
     An arm is an entry of a sweep's `list`. Without `tuning`, all arms train with the options of the config. Without
     `pairs`, their number follows from the noise between the tuning seeds, and is at most `max_pairs`. With `each`, the
@@ -123,7 +125,7 @@ class Plan:
     `speeds` are the tokens per second of each arm that its steps follow from; None for equal tokens.
     """
 
-    question: dict[str, Any]  # config, overrides, arms, baseline, effect and score
+    question: dict[str, Any]  # the file without the keys that may change
     values: dict[str, Values]
     seeds: list[int]
     deviation: float | None = None
@@ -293,8 +295,8 @@ class Verdict:
             plan = Plan(**read_json(path))
         except TypeError:
             raise RunError(f"{path}: not a plan of this version; move the folder elsewhere") from None
-        ours = self._describe_question()
-        if changed := [key for key in plan.question | ours if ours.get(key) != plan.question.get(key)]:
+        ours, fixed = self._describe_question(), {"equal": "tokens"} | plan.question  # older plans have fewer keys
+        if changed := [key for key, value in fixed.items() if ours[key] != value]:
             raise ConfigError(
                 f"{display_path(self.path)}: {', '.join(changed)} changed since {path} was written; "
                 "give it another name"
@@ -364,10 +366,9 @@ class Verdict:
         return Plan(self._describe_question(), values, seeds, deviation, speeds)
 
     def _describe_question(self) -> dict[str, Any]:
-        config = self.config
-        fixed = {"config": config.config, "overrides": [*config.overrides, *self.overrides], "arms": config.arms}
-        fixed |= {"baseline": self.baseline, "effect": config.effect, "score": config.score}
-        return fixed if config.equal == "tokens" else fixed | {"equal": config.equal}  # older plans lack the key
+        ours = dataclasses.asdict(self.config) | {"baseline": self.baseline}
+        ours["overrides"] = [*self.config.overrides, *self.overrides]
+        return {key: value for key, value in ours.items() if key not in FREE}
 
     def run(self, launcher: str = "local", max_parallel: int | None = None) -> bool:
         """Run the missing trials of both stages, until every arm is decided. Return False if some were only submitted.
@@ -382,9 +383,8 @@ class Verdict:
         plan = self.fix_plan()
         stage, arms = self.build_pairs(plan), self.arms
         before = stage.read_scores()
-        at_once = max(1, (max_parallel or len(os.sched_getaffinity(0))) // len(arms))
-        if launcher != "local":
-            at_once = plan.pairs
+        workers = max_parallel or len(os.sched_getaffinity(0))
+        at_once = max(1, workers // len(arms)) if launcher == "local" else plan.pairs
         for end in [*range(max(at_once, MIN_PAIRS), plan.pairs, at_once), plan.pairs]:
             seeds = plan.seeds[:end]
             keys = [(arm, 0, seed) for seed in seeds for arm in arms]
