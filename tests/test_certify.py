@@ -354,6 +354,24 @@ def test_proofs_for_stacks_hold_on_all_short_strings(tmp_path, task, build, shar
     assert sorted(proved)[-3] > 1
 
 
+@pytest.mark.parametrize(
+    ("name", "index", "value"),
+    [
+        ("head.weight", (1, 4), float("nan")),
+        ("layers.0.memory.up", (4, 0), float("inf")),
+        ("layers.0.memory.actions", (0, 2, 2), -8.0),  # no-op is nearly as probable as push
+    ],
+)
+def test_no_proof_without_finite_weights_or_clear_actions(tmp_path, name, index, value):
+    def weights(state):
+        build_reverse(state)[name][index] = value
+        return state
+
+    run = write_run(tmp_path, *REVERSE, weights=weights)
+    model = load_run(run[1], run[3]).model
+    assert stack_proof.prove(model, STACK_TASKS["reverse_string"], lambda length: length) is None
+
+
 @pytest.mark.parametrize(("sharpness", "proved", "fails_at"), [(0.1, 25, 45), (0.06, 5, 12)])
 def test_soft_actions_limit_the_proved_length(tmp_path, sharpness, proved, fails_at):
     options = f"model.memory.action_sharpness={sharpness}"

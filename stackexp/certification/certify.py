@@ -317,15 +317,15 @@ def add_stack_proof(result: Certificate, loaded: LoadedRun, expected: automata.S
         result.measured.append(f"no proof beyond these strings: {reason}")
         return
     heads = f"head{'s' * (len(proof.heads) > 1)} {' and '.join(map(str, proof.heads))}"
-    late = ", and each symbol is pushed with the token after it" if proof.is_late else ""
+    late = ", one token late until the first empty token" if proof.is_late else ""
     result.is_automaton_with = "hard actions"
     result.agrees_up_to = max(result.agrees_up_to, min(proof.longest, num_slots))
     result.proved += [
         "the actions and the pushed vectors depend on a token and the one before; in all cases, the most probable "
         f"action of {heads} is that of the pushdown automaton{late}. With hard actions, all answers to strings of "
         "every length are right, if there are as many slots as symbols",
-        f"as trained, the largest probability of another action is {proof.largest_leak:.2g}, and the answers are right "
-        f"while these add up to less than {proof.largest_error:.2g}: in all strings of up to {proof.longest:,} "
+        f"as trained, other actions have at most the probability {proof.largest_leak:.2g} for each token, and answers "
+        f"are right while these add up to less than {proof.largest_error:.2g}: in all strings of up to {proof.longest:,} "
         "symbols, if there are as many slots",
     ]
 

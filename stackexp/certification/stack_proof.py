@@ -1,20 +1,21 @@
-"""Prove that a network of one layer is the pushdown automaton of its task, for strings of every length.
+"""Prove a one-layer network equal to its task's pushdown automaton: with one-hot actions, or as trained up to a length.
 
 If a token attends to at most one earlier token and nothing is fed back, then the hidden state h, the pushed vectors x
 and the action probabilities a depend only on the context c = (token before, token). There are few contexts, so all of
-them are computed, in float64. Three facts make the proof:
+them are computed, in float64 and without bounds on rounding. Three facts make the proof, if there is a slot for each
+symbol:
 
 - If each context's most probable action is that of the automaton, then with one-hot actions, both stacks hold elements
-  that were pushed by the same symbols. The network may push each symbol with the token after it.
+  that were pushed by the same symbols. The network may run one token late, until the first empty token. Its first
+  token, whose context is like (token, token), then pushes an element more, below all others.
 - The update of the stack is linear in a. So its top is a mean of the tops that sequences of one-hot actions leave,
   weighted by their probabilities. The most probable actions have at least the weight 1 - sum of the leaks, where the
-  leak of a context is 1 - max(a). All other tops are pushed vectors or zeros.
-- Before the last normalization, which keeps the order of the logits, they are linear in the top.
+  leak of a context is the probability of its other actions. All other tops are pushed vectors or zeros.
+- The last normalization divides the logits of a token by one positive number. Without it, they are linear in the top.
 """
 
 import bisect
 import copy
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stackexp.certification.automata import NO_OP, NO_STRING, POP, PUSH, Pushdown, StackTask
+from stackexp.certification.automata import NO_STRING, PUSH, Pushdown, StackTask
 from stackexp.config.model import TransformerConfig
 from stackexp.models.memories.stack import StackMemory
 from stackexp.models.stack_recording import wrap_method
 
-START = UNKNOWN = -1
-"""The token before the first one, and the action of the first token if pushes are late."""
+START = -1
+"""The token before the first one."""
+MIN_GAP = 2e-3
+"""Actions whose log probability is larger by less than this do not count as chosen."""
 LONGEST = 10**9
 """Lengths are tried up to here."""
 
@@ -38,20 +41,22 @@ LONGEST = 10**9
 class StackProof:
     """The heads that are the stack of the automaton, and the lengths for which the network's answers are proved.
 
-    With `is_late`, they push each symbol with the token after it. As trained, the network is right up to `longest`
-    symbols, and with one-hot actions on all strings.
+    With `is_late`, they act one token late. As trained, the network is right up to `longest` symbols, and with one-hot
+    actions on all strings.
     """
 
     heads: list[int]
     is_late: bool
     longest: int
-    largest_leak: float  # of a token in these heads
-    largest_error: float  # weight of other action sequences that no answer depends on
+    largest_leak: float  # of a token, added over these heads
+    largest_error: float  # answers are right while other action sequences weigh less than this
 
 
 def find_obstacle(model: TransformerConfig) -> str | None:
     """Return why no proof is tried for models with this config; None if one is."""
     memory = model.memory
+    if (model.kind, memory.kind) != ("transformer", "stack"):
+        return "requires model.kind: transformer and memory.kind: stack"
     if model.num_layers != 1 or model.attention_window not in (1, 2) or model.positional not in ("none", "alibi"):
         return "requires one layer, attention_window: 1 or 2, and positional: alibi or none"
     if (memory.axis, memory.read, memory.discipline, memory.site) != ("time", "top", "stack", "after_block"):
@@ -68,21 +73,23 @@ def prove(network: Any, task: StackTask, num_empty: Callable[[int], int]) -> Sta
     contexts = list_contexts(task)
     recorded = [_record_last(model, context) for context in contexts]
     h, x, probabilities = map(torch.stack, zip(*recorded, strict=True))  # [C, d], [C, H, D], [C, H, 3]
-    chosen = probabilities.argmax(-1).numpy()
+    sorted_probabilities, order = probabilities.sort(-1, descending=True)
+    is_clear = (sorted_probabilities[..., 0].log() - sorted_probabilities[..., 1].log() > MIN_GAP).numpy()  # [C, H]
+    leaks = sorted_probabilities[..., 1:].sum(-1).numpy()
     proofs, empty = [], len(task.is_last)
     is_empty = np.array([token == empty for _, token in contexts])
-    for is_late in (False, True):
+    for is_late in (False, True) if task.pushdown.empty_answer == NO_STRING else (False,):
         actions = np.array([_choose_action(task.pushdown, context, is_late) for context in contexts])
-        known = actions != UNKNOWN
-        heads = np.flatnonzero((chosen == actions[:, None])[known].all(0)).tolist()
-        for part in (list(part) for count in range(len(heads)) for part in itertools.combinations(heads, count + 1)):
+        heads = np.flatnonzero(((order[..., 0].numpy() == actions[:, None]) & is_clear).all(0))
+        heads = heads[leaks[:, heads].max(0).argsort()]  # the sharpest first
+        for part in (heads[: count + 1].tolist() for count in range(len(heads))):
             error = _bound_error(model, task.pushdown, contexts, actions, is_late, part, h, x)
             if error > 0:
-                leaks = (1 - probabilities.max(-1).values)[:, part].sum(1).numpy() * known
-                of_symbol, of_empty = float(leaks[~is_empty].max()), float(leaks[is_empty].max())
+                leak = leaks[:, part].sum(1)
+                of_symbol, of_empty = float(leak[~is_empty].max()), float(leak[is_empty].max())
                 lengths = range(LONGEST)
                 first = bisect.bisect_left(lengths, error, key=lambda n: of_symbol * n + of_empty * num_empty(n))
-                proofs.append(StackProof(part, is_late, max(0, first - 1), max(of_symbol, of_empty), error))
+                proofs.append(StackProof(sorted(part), is_late, max(0, first - 1), max(of_symbol, of_empty), error))
     return max(proofs, key=lambda proof: proof.longest, default=None)
 
 
@@ -96,14 +103,15 @@ def list_contexts(task: StackTask) -> list[tuple[int, int]]:
 
 
 def _choose_action(pushdown: Pushdown, context: tuple[int, int], is_late: bool) -> int:
-    """Return the action of the automaton in a context; if its pushes are late, UNKNOWN for the first token."""
-    (before, token), empty = context, len(pushdown.answers)
-    if before == empty or not is_late:
-        return pushdown.actions[empty + 1 if before == empty else token]
-    if before == START:
-        return UNKNOWN
-    change = (pushdown.actions[before] == PUSH) - (pushdown.actions[token] == POP)
-    return {1: PUSH, 0: NO_OP, -1: POP}[change]
+    """Return the action of the automaton in a context."""
+    empty = len(pushdown.answers)
+    return pushdown.actions[empty + 1 if context[0] == empty else _select_token(context, is_late)]
+
+
+def _select_token(context: tuple[int, int], is_late: bool) -> int:
+    """Return the token that the network acts on."""
+    before, token = context
+    return before if is_late and before != START else token
 
 
 @torch.no_grad()
@@ -131,7 +139,7 @@ def _bound_error(
     h: Tensor,
     x: Tensor,
 ) -> float:
-    """Return the weight of other action sequences below which every answer is right; negative if an answer is wrong.
+    """Return the weight of other action sequences below which every answer is right; not above 0 if an answer is wrong.
 
     The read of a head outside `heads` may be any mean of pushed vectors and zeros.
     """
@@ -143,16 +151,15 @@ def _bound_error(
     )
     base = memory.add_read(h, torch.zeros_like(x)) @ weight.T  # [C, A]
     others = [head for head in range(num_heads) if head not in heads]
-    error = 1.0
+    ratios = [x.new_ones(1)]
     for number, (_, token) in enumerate(contexts):
         for answer, possible in _list_tops(pushdown, contexts, actions, is_late, number) if token == empty else ():
             for other in set(range(len(weight))) - {answer}:
                 gaps = tops[..., answer] - tops[..., other]  # [C + 1, H]
                 gap = base[number, answer] - base[number, other] + gaps[:, others].min(0).values.sum()
                 right, worst = gaps[possible][:, heads].sum(1), gaps[:, heads].min(0).values.sum()
-                ratios = (gap + right) / (right - worst).clamp_min(torch.finfo(x.dtype).tiny)
-                error = min(error, float(ratios.min()))
-    return error
+                ratios.append((gap + right) / (right - worst).clamp_min(torch.finfo(x.dtype).tiny))
+    return float(torch.cat(ratios).min())  # nan if a weight is not finite
 
 
 def _list_tops(
@@ -164,11 +171,10 @@ def _list_tops(
     """
     empty, last = len(pushdown.answers), contexts[number][0]  # the token before this empty token
     pushed: dict[int, list[int]] = {symbol: [] for symbol in range(empty) if pushdown.actions[symbol] == PUSH}
-    for i, (before, token) in enumerate(contexts):
-        if actions[i] == PUSH and token != empty:
-            pushed[before if is_late else token].append(i)
+    for i, context in enumerate(contexts):
+        if actions[i] == PUSH and context[1] != empty:
+            pushed[_select_token(context, is_late)].append(i)
     if last in pushed:
         return [(pushdown.answers[last], [number] if is_late else pushed[last])]
     tops = [(pushdown.answers[symbol], possible) for symbol, possible in pushed.items()]
-    bottom = [len(contexts), *np.flatnonzero(actions == UNKNOWN).tolist()]
-    return tops if pushdown.empty_answer == NO_STRING else [*tops, (pushdown.empty_answer, bottom)]
+    return tops if pushdown.empty_answer == NO_STRING else [*tops, (pushdown.empty_answer, [len(contexts)])]
