@@ -325,8 +325,8 @@ def add_stack_proof(result: Certificate, loaded: LoadedRun, expected: automata.S
         f"action of {heads} is that of the pushdown automaton{late}. With hard actions, all answers to strings of "
         "every length are right, if there are as many slots as symbols",
         f"as trained, other actions have at most the probability {proof.largest_leak:.2g} for each token, and answers "
-        f"are right while these add up to less than {proof.largest_error:.2g}: in all strings of up to {proof.longest:,} "
-        "symbols, if there are as many slots",
+        f"are right while these add up to less than {proof.largest_error:.2g}: in all strings of up to "
+        f"{proof.longest:,} symbols, if there are as many slots",
     ]
 
 
