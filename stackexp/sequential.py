@@ -166,6 +166,12 @@ def count_pairs(effect: float, deviation: float, level: float = LEVEL, power: fl
     return high
 
 
+def choose_batch(arms: int, workers: int) -> int:
+    """Return the fewest pairs between two looks that keep `workers` processes busy at least 80 % of the time."""
+    rounds = ((n, math.ceil(n * arms / workers)) for n in range(1, workers + 1))
+    return next(n for n, count in rounds if n * arms >= 0.8 * workers * count)
+
+
 def find_detectable_effect(pairs: int, deviation: float, level: float = LEVEL, power: float = POWER) -> float:
     """Return the effect that this many pairs find with this power."""
     from scipy.optimize import brentq

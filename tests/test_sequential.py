@@ -9,6 +9,7 @@ from stackexp import sequential
 from stackexp.sequential import (
     MIN_PAIRS,
     Word,
+    choose_batch,
     compute_crossing_probability,
     compute_interval,
     compute_p_value,
@@ -115,3 +116,13 @@ def test_the_deviation_has_its_own_interval():
     random = np.random.default_rng(0)
     bounds = [estimate_deviation(row)[1:] for row in random.standard_normal((2000, 4))]
     assert np.mean([low < 1 < high for low, high in bounds]) == pytest.approx(0.95, abs=0.015)
+
+
+def test_looks_are_as_frequent_as_busy_workers_allow():
+    for arms in range(2, 20):
+        for workers in range(1, 40):
+            pairs = choose_batch(arms, workers)
+            busy = [n * arms / (workers * -(-n * arms // workers)) for n in range(1, pairs + 1)]
+            assert busy[-1] >= 0.8
+            assert all(share < 0.8 for share in busy[:-1])
+    assert [choose_batch(3, workers) for workers in (1, 2, 3, 8, 16)] == [1, 2, 1, 5, 5]

@@ -26,7 +26,7 @@ from stackexp.config.yaml_files import Tree, display_path, read_file
 from stackexp.errors import ConfigError, RunError, StoppedError, suggest_name
 from stackexp.files import read_json, write_json
 from stackexp.runs import RunFolder
-from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, count_pairs, judge
+from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, choose_batch, count_pairs, judge
 from stackexp.sweeps.schema import Resources, SweepConfig, Values, expand, format_value
 from stackexp.sweeps.sweep import STEPS, Sweep
 from stackexp.sweeps.trials import Trial, compute_config_hash, read_failure, read_objective
@@ -373,7 +373,7 @@ class Verdict:
     def run(self, launcher: str = "local", max_parallel: int | None = None) -> bool:
         """Run the missing trials of both stages, until every arm is decided. Return False if some were only submitted.
 
-        On this machine, the arms are judged after every pair, or after as many as run at once; decided arms stop. The
+        On this machine, the arms are judged after every pair, or after as many as keep it busy; decided arms stop. The
         looks do not depend on the runs that exist, so several processes agree. With Slurm, a call submits the next
         stage. Raises what `run_sweep` raises, unless the failed trials diverged.
         """
@@ -384,7 +384,7 @@ class Verdict:
         stage, arms = self.build_pairs(plan), self.arms
         before = stage.read_scores()
         workers = max_parallel or len(os.sched_getaffinity(0))
-        at_once = max(1, workers // len(arms)) if launcher == "local" else plan.pairs
+        at_once = choose_batch(len(arms), workers) if launcher == "local" else plan.pairs
         for end in [*range(max(at_once, MIN_PAIRS), plan.pairs, at_once), plan.pairs]:
             seeds = plan.seeds[:end]
             keys = [(arm, 0, seed) for seed in seeds for arm in arms]
