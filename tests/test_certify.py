@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -386,18 +387,33 @@ def test_soft_actions_limit_the_proved_length(tmp_path, sharpness, proved, fails
 
 def test_missing_rules_of_brackets_are_wrong_answers(tmp_path, capsys):
     run = write_run(tmp_path, "formal/stacktrans/modular_arithmetic_brackets", *SMALL)
-    code, printed, record = certify(capsys, run)
+    code, printed, record = certify(capsys, run, "--exhaustive", "6")
     model, symbols = load_run(run[1], run[3]).model, TASKS[brackets.TASK].symbols
     listed = {text for rule in record["missing_rules"] for text in rule["wrong_expressions"]}
     assert code == 1
-    for depth in (0, 3, 8):
-        for _, text, value in brackets.list_rules(depth):
+    assert len({rule["rule"] for rule in record["missing_rules"]}) <= 5 * 3**3
+    for rule, expressions in itertools.islice(brackets.list_rules(), 0, None, 9):
+        for text, value in expressions[::50]:
             tokens = torch.tensor([[*map(symbols.index, text), len(symbols)]])
             with torch.no_grad():
                 answer = int(model(tokens).logits[0, -1].argmax())
             assert eval(text) % 5 == value
             assert (text in listed) == (answer != value)
-    assert "wrong, such as" in printed
+            assert re.fullmatch(re.escape(rule).translate({ord(name): r"\d" for name in "abcd"}), text)
+    assert "wrong, such as (" in printed
+    assert "random strings of up to 60 symbols, lengths in geometric steps: network and task differ on " in printed
+
+
+def test_all_expressions_with_brackets_are_listed():
+    levels, rng = brackets.list_expressions(10), np.random.default_rng(0)
+    for length in range(1, 11):
+        known = dict(levels[length])
+        assert len(known) == len(levels[length])
+        assert all(eval(text) % 5 == value for text, value in known.items())
+        batch = TASKS[brackets.TASK].sample(rng, 300, length)
+        drawn = ["".join(TASKS[brackets.TASK].symbols[i] for i in row) for row in batch.inputs]
+        assert [known[text] for text in drawn] == batch.targets[:, 0].tolist()
+    assert [len(level) for level in levels[:8]] == [0, 5, 5, 5, 5, 75, 150, 225]
 
 
 @pytest.mark.parametrize(

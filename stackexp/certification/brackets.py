@@ -1,56 +1,84 @@
-"""List the rules of modular arithmetic with brackets that a network lacks."""
+"""Compare a network with modular arithmetic in brackets: all short expressions, and the rules for three operations."""
 
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from stackexp.certification.machine import Machine
+from stackexp.certification.machine import ROWS, Machine
 from stackexp.models.transformer import Cache
 from stackexp.tasks import TASKS
-from stackexp.tasks.expressions import MODULUS
+from stackexp.tasks.expressions import MIN_SPLIT, MODULUS
 
 TASK = "modular_arithmetic_brackets"
-MAX_DEPTH = 8
-OPERATORS = {"+": np.add, "-": np.subtract, "*": np.multiply}
+OPERATORS: dict[str, Callable[[int, int], int]] = {
+    "+": lambda a, b: (a + b) % MODULUS,
+    "-": lambda a, b: (a - b) % MODULUS,
+    "*": lambda a, b: a * b % MODULUS,
+}
+LEAVES = ("{}", "-{}", "({})", "(-{})")
+"""Expressions without an operator, by length."""
+Valued = tuple[str, int]
+"""An expression and its value."""
 
 
-def list_rules(depth: int) -> list[tuple[str, str, int]]:
-    """Return (rule, expression, value) of each operation on two digits, inside `depth` more brackets on each side.
+def join(left: Valued, operator: str, right: Valued) -> Valued:
+    """Return (left operator right)."""
+    return f"({left[0]}{operator}{right[0]})", OPERATORS[operator](left[1], right[1])
 
-    `(0+ ... )` puts it at the right of a sum, so that the stack must hold the outer operand; `( ... +0)` at the left.
-    """
-    rules = []
-    for operator, compute in OPERATORS.items():
-        for a in range(MODULUS):
-            for b in range(MODULUS):
-                value = int(compute(a, b)) % MODULUS
-                for side, left, right in (("right", "(0+", ")"), ("left", "(", "+0)")):
-                    if depth or side == "right":
-                        expression = left * depth + f"({a}{operator}{b})" + right * depth
-                        rules.append((f"{operator} {side} {depth}", expression, value))
-    for digit in range(MODULUS):
-        rules.append((f"negation right {depth}", "(0+" * depth + f"(-{digit})" + ")" * depth, -digit % MODULUS))
-    return rules
+
+RULES: dict[str, Callable[..., Valued]] = {
+    "(a{}(b{}(c{}d)))": lambda a, b, c, d, o, p, q: join(a, o, join(b, p, join(c, q, d))),
+    "(a{}((b{}c){}d))": lambda a, b, c, d, o, p, q: join(a, o, join(join(b, p, c), q, d)),
+    "((a{}b){}(c{}d))": lambda a, b, c, d, o, p, q: join(join(a, o, b), p, join(c, q, d)),
+    "((a{}(b{}c)){}d)": lambda a, b, c, d, o, p, q: join(join(a, o, join(b, p, c)), q, d),
+    "(((a{}b){}c){}d)": lambda a, b, c, d, o, p, q: join(join(join(a, o, b), p, c), q, d),
+}
+"""All orders of three operations."""
+
+
+def list_expressions(length: int) -> list[list[Valued]]:
+    """Return all expressions of 0 .. `length` symbols with their values."""
+    levels: list[list[Valued]] = [[]]
+    for n in range(1, length + 1):
+        if n < MIN_SPLIT:
+            levels.append([(LEAVES[n - 1].format(d), (d if n % 2 else -d) % MODULUS) for d in range(MODULUS)])
+        else:
+            pairs = (itertools.product(levels[size], levels[n - 3 - size]) for size in range(1, n - 3))
+            levels.append([join(a, name, b) for part in pairs for a, b in part for name in OPERATORS])
+    return levels
+
+
+def list_rules() -> Iterator[tuple[str, list[Valued]]]:
+    """Yield each rule, an order of three operators, with its expressions over all digits a, b, c and d."""
+    digits = [(str(d), d) for d in range(MODULUS)]
+    for rule, build in RULES.items():
+        for operators in itertools.product(OPERATORS, repeat=3):
+            yield rule.format(*operators), [build(*four, *operators) for four in itertools.product(digits, repeat=4)]
+
+
+def find_wrong(machine: Machine, expressions: Iterable[Valued]) -> list[str]:
+    """Return the expressions that the network gets wrong."""
+    symbols, wrong = TASKS[TASK].symbols, []
+    by_length: dict[int, list[Valued]] = defaultdict(list)
+    for text, value in expressions:
+        by_length[len(text)].append((text, value))
+    for valued in by_length.values():
+        for start in range(0, len(valued), ROWS):
+            part = valued[start : start + ROWS]
+            strings = np.array([[symbols.index(symbol) for symbol in text] for text, _ in part])
+            answers = machine.answer(machine.read(Cache(), strings), len(part))[:, 0].argmax(-1).tolist()
+            wrong += [text for (text, value), answer in zip(part, answers, strict=True) if answer != value]
+    return wrong
 
 
 def find_missing_rules(machine: Machine) -> list[dict[str, Any]]:
-    """Return for each operation, side and nesting depth the expressions that the network gets wrong."""
-    symbols, missing = TASKS[TASK].symbols, []
-    for depth in range(MAX_DEPTH + 1):
-        rules = list_rules(depth)
-        for name in dict.fromkeys(rule for rule, _, _ in rules):
-            wrong, total = [], 0
-            chosen = [(text, value) for rule, text, value in rules if rule == name]
-            for length in {len(text) for text, _ in chosen}:
-                part = [(text, value) for text, value in chosen if len(text) == length]
-                strings = np.array([[symbols.index(c) for c in text] for text, _ in part])
-                logits = machine.answer(machine.read(Cache(), strings), len(part))
-                found = logits[:, 0].argmax(-1).tolist()
-                wrong += [text for (text, value), answer in zip(part, found, strict=True) if answer != value]
-                total += len(part)
-            operation, side, _ = name.split()
-            if wrong:
-                missing.append(
-                    {"operation": operation, "side": side, "depth": depth, "of": total, "wrong_expressions": wrong}
-                )
+    """Return the rules that the network gets wrong for some digits: these expressions, and the digits at each place."""
+    missing = []
+    for rule, expressions in list_rules():
+        if wrong := find_wrong(machine, expressions):
+            digits = {name: sorted({text[rule.index(name)] for text in wrong}) for name in "abcd"}
+            missing.append({"rule": rule, "of": len(expressions), "digits": digits, "wrong_expressions": wrong})
     return missing

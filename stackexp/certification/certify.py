@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import platform
 import sys
 import time
@@ -27,6 +28,7 @@ from stackexp.tasks import TASKS
 SUPPORTED = (*REGULAR, *STACK_TASKS, brackets.TASK)
 EXHAUSTIVE_STRINGS = 100_000  # the default for `--exhaustive` has at most this many strings of full length
 EXHAUSTIVE_TOKENS = 120_000  # the same for stack tasks, in tokens
+EXHAUSTIVE_SYMBOLS = 12  # the default for expressions with brackets: 46,220 strings
 PREFIXES = 20  # strings that one random stream gives
 HARDNESS = 1e4  # factor on the action logits: gaps above 0.002 give a probability of 1 in float32
 GRIDS = (1024, 128, 32)  # inverse steps that slots are rounded to
@@ -71,7 +73,7 @@ def run(
     elif task in STACK_TASKS:
         certificate = certify_stack(loaded, machine, strings, max_length, exhaustive)
     else:
-        certificate = list_missing_rules(machine)
+        certificate = certify_brackets(loaded, machine, strings, max_length, exhaustive)
     folder = Path(out) if out else loaded.folder.path / "certificate"
     folder.mkdir(parents=True, exist_ok=True)
     write_certificate(certificate, loaded, folder, time.monotonic() - started)
@@ -330,21 +332,38 @@ def add_stack_proof(result: Certificate, loaded: LoadedRun, expected: automata.S
     ]
 
 
-def list_missing_rules(machine: Machine) -> Certificate:
-    """List the rules of modular arithmetic with brackets that a network lacks."""
-    result = Certificate(brackets.TASK, missing_rules=brackets.find_missing_rules(machine))
-    symbols = TASKS[brackets.TASK].symbols
-    for rule in result.missing_rules or ():
-        expressions = rule["wrong_expressions"]
-        result.differs_at += [tuple(map(symbols.index, text)) for text in expressions]
+def certify_brackets(
+    loaded: LoadedRun, machine: Machine, num_strings: int, max_length: int, exhaustive: int | None
+) -> Certificate:
+    """Certify a network on modular arithmetic with brackets, and list the rules that it lacks."""
+    task, n, result = TASKS[brackets.TASK], exhaustive or EXHAUSTIVE_SYMBOLS, Certificate(brackets.TASK)
+    expressions = list(itertools.chain(*brackets.list_expressions(n)))
+    wrong = brackets.find_wrong(machine, expressions)
+    if not wrong:
+        result.agrees_up_to = n
+        result.proved.append(f"all {len(expressions):,} strings of up to {n} symbols: network = task")
+    result.missing_rules = brackets.find_missing_rules(machine)
+    for rule in result.missing_rules:
+        failing, digits = rule["wrong_expressions"], rule["digits"].items()
+        at = ", ".join(f"{name} in {' '.join(known)}" for name, known in digits if len(known) < brackets.MODULUS)
         result.measured.append(
-            f"{rule['operation']} with {rule['depth']} more brackets on the {rule['side']}: {len(expressions)} of "
-            f"{rule['of']} wrong, such as {expressions[0]}"
+            f"{rule['rule']}: {len(failing)} of {rule['of']} wrong{at and f' ({at})'}, such as {failing[0]}"
         )
-    result.agrees_up_to = 5
+        wrong += failing
+    result.measured.append(f"rules checked: all {len(brackets.RULES)} orders of three operations, with all digits")
+    rng, lengths = np.random.default_rng(SEED), np.geomspace(1, max_length, 4 * PREFIXES).round().astype(int)
+    batches = [task.sample(rng, max(1, num_strings // len(lengths)), int(length)) for length in lengths]
+    valued = [
+        ("".join(task.symbols[i] for i in string), int(value))
+        for batch in batches
+        for string, value in zip(batch.inputs, batch.targets[:, 0], strict=True)
+    ]
+    random_wrong = brackets.find_wrong(machine, valued)
     result.measured.append(
-        f"rules checked: + - * of all pairs of digits, -d, inside up to {brackets.MAX_DEPTH} brackets"
+        f"{len(valued):,} random strings of up to {max_length:,} symbols, lengths in geometric steps: network and task "
+        f"differ on {len(random_wrong)}"
     )
+    result.differs_at += [tuple(map(task.symbols.index, text)) for text in wrong + random_wrong]
     return result
 
 
