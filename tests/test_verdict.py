@@ -24,7 +24,7 @@ from stackexp.inspection.pairs import measure_pairs
 from stackexp.reports.interventions import build_interventions
 from stackexp.reports.verdict import compute_best_of, find_share_of_steps
 from stackexp.runs import RunFolder
-from stackexp.sweeps.tuning import TunedSpace, Tuning, estimate_noise
+from stackexp.sweeps.tuning import TunedSpace, Tuning, choose_point, estimate_noise
 from stackexp.sweeps.verdict import Plan, VerdictConfig, load_verdict, load_verdicts
 
 VERDICTS = Path(__file__).parents[1] / "verdicts"
@@ -384,3 +384,13 @@ def test_a_verdict_file_is_not_a_sweep(question, capsys):
     assert capsys.readouterr().err.endswith(
         f"a question, not a sweep; run: python -m stackexp verdict {question.path}\n"
     )
+
+
+def test_of_equally_good_points_the_smallest_values_are_chosen():
+    rates = [(0.004, [0.1, 0.1]), (0.001, [0.105, 0.109]), (0.0005, [0.2, 0.2]), (0.002, [0.0, 0.2])]
+    points = [({"optimizer.lr": lr, "data.curriculum_steps": 0}, scores) for lr, scores in rates]
+    assert choose_point(points, 0.01)["optimizer.lr"] == 0.001
+    assert choose_point(points, 0.001)["optimizer.lr"] == 0.002
+    assert choose_point(points, 1.0)["optimizer.lr"] == 0.0005
+    assert choose_point([({"optimizer.lr": 1}, [0.1, math.inf])], 0.01) is None
+    assert choose_point([], 0.01) is None

@@ -32,7 +32,7 @@ from stackexp.sequential import (
 from stackexp.sweeps.controls import ADAPTER, FLOPS, PARAMETERS, PLAIN, SCALE, STREAM
 from stackexp.sweeps.schema import format_value, shorten_keys
 from stackexp.sweeps.sweep import STEPS
-from stackexp.sweeps.tuning import Tuned
+from stackexp.sweeps.tuning import Tuned, choose_point
 from stackexp.sweeps.verdict import Key, Plan, Stage, Verdict, judge_pairs
 from stackexp.tables import ABSENT
 from stackexp.terminal import format_duration
@@ -176,27 +176,28 @@ def compute_best_of(losses: Sequence[float], count: int) -> tuple[float, float, 
 
 
 def _build_tuning(verdict: Verdict, tuned: Tuned) -> Table:
-    """Return the best values of each arm and the best loss by number of trials.
+    """Return the chosen values of each arm and the best loss by number of trials.
 
     The gain of the last doubling bounds that of the next one, because the expected best loss is convex.
     """
     counts = [1 << i for i in range(10) if 1 << i < max(map(len, tuned.values()))]
     names = shorten_keys(key for points in tuned.values() for values, _ in points for key in values)
-    rows = []
+    rows, plan = [], verdict.read_plan()
     for arm, points in tuned.items():
         losses = [statistics.fmean(scores) for _, scores in points]
         if not losses:
             continue
-        best = min(range(len(losses)), key=losses.__getitem__)
+        values = plan.values[arm] if plan else choose_point(points, verdict.config.effect)
+        chosen = next((i for i, (own, _) in enumerate(points) if values and own.items() <= values.items()), 0)
         curve = []
         for count in counts:
             mean, low, high = compute_best_of(losses, count) if count <= len(losses) else (math.nan,) * 3
             curve.append(f"{mean:.4f} ({low:.4f} to {high:.4f})" if math.isfinite(mean) else ABSENT)
-        gain = compute_best_of(losses, max(1, len(losses) // 2))[0] - losses[best]
+        gain = compute_best_of(losses, max(1, len(losses) // 2))[0] - min(losses)
         enough = "yes" if gain < verdict.config.effect / 2 else "no"
-        values = ", ".join(f"{names[key]}={format_value(value)}" for key, value in points[best][0].items())
-        rows.append([arm, str(len(losses)), values, format_loss(losses[best]), *curve, f"{gain:.4f}", enough])
-    header = ["arm", "trials", "best values", "loss", *(f"best of {count}" for count in counts)]
+        shown = ", ".join(f"{names[key]}={format_value(value)}" for key, value in points[chosen][0].items())
+        rows.append([arm, str(len(losses)), shown, format_loss(losses[chosen]), *curve, f"{gain:.4f}", enough])
+    header = ["arm", "trials", "chosen values", "loss", *(f"best of {count}" for count in counts)]
     title = (
         f"Tuning: mean over {len(verdict.config.tuning.seeds if verdict.config.tuning else [])} seeds. Best of n: mean "
         "and 10 to 90 % of random subsets. Enough: the last doubling gained less than half the effect"

@@ -80,6 +80,17 @@ def _scale(unit: float, space: Space) -> Any:
     return float(f"{value:.3g}")
 
 
+def choose_point(points: list[tuple[Values, list[float]]], effect: float) -> Values | None:
+    """Return the best values of an arm: of the points within `effect` of the lowest mean loss, the smallest values.
+
+    Smaller differences are not of interest, and a smaller learning rate is more stable on other seeds. None if no mean
+    is finite.
+    """
+    means = [math.fsum(scores) / len(scores) for _, scores in points]
+    near = [values for (values, _), mean in zip(points, means, strict=True) if mean <= min(means) + effect < math.inf]
+    return min(near, key=lambda values: [x for x in values.values() if isinstance(x, int | float)], default=None)
+
+
 def estimate_noise(tuned: Tuned, baseline: str) -> float:
     """Return the largest standard deviation, over the arms, of a pair's difference between tuning seeds.
 

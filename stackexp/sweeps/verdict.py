@@ -17,8 +17,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Optional
 
-import numpy as np
-
 from stackexp.config.compose import build_dataclass
 from stackexp.config.fields import Errors, option
 from stackexp.config.layers import find_origin, split_overrides
@@ -30,7 +28,7 @@ from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, choose_
 from stackexp.sweeps.schema import Resources, SweepConfig, Values, expand, format_value
 from stackexp.sweeps.sweep import STEPS, Sweep
 from stackexp.sweeps.trials import Trial, compute_config_hash, read_failure, read_objective
-from stackexp.sweeps.tuning import Tuned, Tuning, estimate_noise, measure_speeds
+from stackexp.sweeps.tuning import Tuned, Tuning, choose_point, estimate_noise, measure_speeds
 from stackexp.sweeps.worker import run_sweep
 
 PLAN = "verdict.json"
@@ -321,12 +319,12 @@ class Verdict:
         values: dict[str, Values] = {arm: {} for arm in self.arms}
         speeds = None
         for arm, points in tuned.items():
-            best = min(points, key=lambda point: float(np.mean(point[1])), default=None)
-            if best is None or not math.isfinite(float(np.mean(best[1]))):
+            best = choose_point(points, config.effect)
+            if best is None:
                 raise RunError(
                     f"{self.folder}/tuning: {arm} has no finished trial; see `sweep status {self.folder}/tuning`"
                 )
-            values[arm] = dict(best[0])
+            values[arm] = dict(best)
         if config.equal == "time":
             speeds = measure_speeds(self._list_tuning_runs())
             self._equalize_time(values, speeds)
