@@ -337,7 +337,7 @@ def test_reverse_string_by_a_known_stack(tmp_path, capsys):
     ],
 )
 def test_proofs_for_stacks_hold_on_all_short_strings(tmp_path, task, build, sharpness):
-    """Of networks whose weights are scaled at random, those with a proof are right up to the proved length."""
+    """Check networks whose weights are scaled at random: those with a proof are right up to the proved length."""
     options = [f"data.task={task}", f"model.memory.action_sharpness={sharpness}"]
     run = write_run(tmp_path, *REVERSE, *options, weights=build)
     model, generator = load_run(run[1], run[3]).model, torch.Generator().manual_seed(0)

@@ -24,6 +24,7 @@ from stackexp.models.memories.stack import StackMemory
 from stackexp.models.transformer import Cache
 from stackexp.reports.report import save_figure
 from stackexp.tasks import TASKS
+from stackexp.tasks.definition import Task, TaskBatch
 
 SUPPORTED = (*REGULAR, *STACK_TASKS, brackets.TASK)
 EXHAUSTIVE_STRINGS = 100_000  # the default for `--exhaustive` has at most this many strings of full length
@@ -273,8 +274,7 @@ def certify_stack(
     short = stacks.compare_all(machine, expected, task.output_length, n)
     num_slots = machine.model.memories[0].num_slots
     longest = min(max_length, num_slots)
-    lengths = np.geomspace(1, longest, 4 * PREFIXES).round().astype(int)
-    batches = [task.sample(rng, max(1, num_strings // len(lengths)), int(length)) for length in lengths]
+    batches = draw_strings(task, rng, num_strings, longest)
     labels_differ = sum(_count_wrong_labels(expected, batch) for batch in batches)
     long = stacks.compare_random(machine, expected, task.output_length, [batch.inputs for batch in batches])
     result.differs_at += [found.first for found in (short, long) if found.first is not None]
@@ -303,6 +303,12 @@ def certify_stack(
     return result
 
 
+def draw_strings(task: Task, rng: np.random.Generator, count: int, longest: int) -> list[TaskBatch]:
+    """Draw about `count` strings of up to `longest` symbols, a batch for each length of a geometric sequence."""
+    lengths = np.geomspace(1, longest, 4 * PREFIXES).round().astype(int)
+    return [task.sample(rng, max(1, count // len(lengths)), int(length)) for length in lengths]
+
+
 def _count_wrong_labels(task: automata.StackTask, batch: Any) -> int:
     answers = task.pushdown.run(batch.inputs, batch.targets.shape[1])
     return int(((answers != np.where(batch.mask, batch.targets, automata.NO_STRING)).any(1)).sum())
@@ -327,7 +333,7 @@ def add_stack_proof(result: Certificate, loaded: LoadedRun, expected: automata.S
         f"action of {heads} is that of the pushdown automaton{late}. With hard actions, all answers to strings of "
         "every length are right, if there are as many slots as symbols",
         f"as trained, other actions have at most the probability {proof.largest_leak:.2g} for each token, and answers "
-        f"are right while these add up to less than {proof.largest_error:.2g}: in all strings of up to "
+        f"are right while these add up to less than {proof.tolerance:.2g}: in all strings of up to "
         f"{proof.longest:,} symbols, if there are as many slots",
     ]
 
@@ -351,8 +357,7 @@ def certify_brackets(
         )
         wrong += failing
     result.measured.append(f"rules checked: all {len(brackets.RULES)} orders of three operations, with all digits")
-    rng, lengths = np.random.default_rng(SEED), np.geomspace(1, max_length, 4 * PREFIXES).round().astype(int)
-    batches = [task.sample(rng, max(1, num_strings // len(lengths)), int(length)) for length in lengths]
+    batches = draw_strings(task, np.random.default_rng(SEED), num_strings, max_length)
     valued = [
         ("".join(task.symbols[i] for i in string), int(value))
         for batch in batches

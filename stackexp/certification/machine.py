@@ -103,21 +103,6 @@ def walk_prefixes(
             waiting.append((length + 1, part, machine.read(before, strings[part, -1:])))
 
 
-def identify_labels(values: Tensor, labels: np.ndarray, is_known: np.ndarray) -> tuple[float, float]:
-    """Compare vectors [N, D] with the centers of the labels [N], which are means over the vectors with `is_known` [N].
-
-    Returns:
-        The share of the other vectors whose nearest center is that of their label.
-        Their mean distance to that center, over the smallest distance between two centers.
-    """
-    found, labels = np.unique(labels, return_inverse=True)
-    centers = torch.stack([values[is_known & (labels == label)].mean(0) for label in range(len(found))])
-    distances, expected = torch.cdist(values[~is_known], centers), torch.from_numpy(labels[~is_known])
-    within = distances.gather(1, expected[:, None]).mean()
-    between = torch.pdist(centers).min() if len(found) > 1 else torch.tensor(float("nan"))
-    return float((distances.argmin(1) == expected).float().mean()), float(within / between)
-
-
 def measure_gaps(logits: Tensor) -> np.ndarray:
     """Return the largest minus the second largest of logits [..., A]: [...]."""
     largest = logits.topk(2, -1).values

@@ -16,7 +16,6 @@ from stackexp.certification.machine import (
     Machine,
     flatten_stacks,
     hash_rows,
-    identify_labels,
     list_prefixes,
     measure_gaps,
     select_rows,
@@ -227,10 +226,25 @@ def identify_states(contents: list[dict[int, Tensor]], states: np.ndarray) -> di
         states: The state of the automaton of each string at each length, [lengths, B].
 
     Returns:
-        {layer: the results of `identify_labels`}, whose centers are means over one half of the strings.
+        {layer: the results of `_identify_labels`}, whose centers are means over one half of the strings.
     """
     is_known = np.arange(states.size) % states.shape[1] < states.shape[1] // 2
     return {
-        layer: identify_labels(torch.cat([at_length[layer] for at_length in contents]), states.ravel(), is_known)
+        layer: _identify_labels(torch.cat([at_length[layer] for at_length in contents]), states.ravel(), is_known)
         for layer in contents[-1]
     }
+
+
+def _identify_labels(values: Tensor, labels: np.ndarray, is_known: np.ndarray) -> tuple[float, float]:
+    """Compare vectors [N, D] with the centers of the labels [N], which are means over the vectors with `is_known` [N].
+
+    Returns:
+        The share of the other vectors whose nearest center is that of their label.
+        Their mean distance to that center, over the smallest distance between two centers.
+    """
+    found, labels = np.unique(labels, return_inverse=True)
+    centers = torch.stack([values[is_known & (labels == label)].mean(0) for label in range(len(found))])
+    distances, expected = torch.cdist(values[~is_known], centers), torch.from_numpy(labels[~is_known])
+    within = distances.gather(1, expected[:, None]).mean()
+    between = torch.pdist(centers).min() if len(found) > 1 else torch.tensor(float("nan"))
+    return float((distances.argmin(1) == expected).float().mean()), float(within / between)

@@ -6,8 +6,8 @@ them are computed, in float64 and without bounds on rounding. Three facts make t
 symbol:
 
 - If each context's most probable action is that of the automaton, then with one-hot actions, both stacks hold elements
-  that were pushed by the same symbols. The network may run one token late, until the first empty token. Its first
-  token, whose context is like (token, token), then pushes an element more, below all others.
+  that were pushed by the same symbols. The network may act one token late, until the first empty token. Then its
+  first token, which looks like the same token twice, pushes one element more, below all others.
 - The update of the stack is linear in a. So its top is a mean of the tops that sequences of one-hot actions leave,
   weighted by their probabilities. The most probable actions have at least the weight 1 - sum of the leaks, where the
   leak of a context is the probability of its other actions. All other tops are pushed vectors or zeros.
@@ -49,7 +49,7 @@ class StackProof:
     is_late: bool
     longest: int
     largest_leak: float  # of a token, added over these heads
-    largest_error: float  # answers are right while other action sequences weigh less than this
+    tolerance: float  # answers are right while the probabilities of other actions add up to less
 
 
 def find_obstacle(model: TransformerConfig) -> str | None:
@@ -83,13 +83,13 @@ def prove(network: Any, task: StackTask, num_empty: Callable[[int], int]) -> Sta
         heads = np.flatnonzero(((order[..., 0].numpy() == actions[:, None]) & is_clear).all(0))
         heads = heads[leaks[:, heads].max(0).argsort()]  # the sharpest first
         for part in (heads[: count + 1].tolist() for count in range(len(heads))):
-            error = _bound_error(model, task.pushdown, contexts, actions, is_late, part, h, x)
-            if error > 0:
+            tolerance = _compute_tolerance(model, task.pushdown, contexts, actions, is_late, part, h, x)
+            if tolerance > 0:
                 leak = leaks[:, part].sum(1)
                 of_symbol, of_empty = float(leak[~is_empty].max()), float(leak[is_empty].max())
                 lengths = range(LONGEST)
-                first = bisect.bisect_left(lengths, error, key=lambda n: of_symbol * n + of_empty * num_empty(n))
-                proofs.append(StackProof(sorted(part), is_late, max(0, first - 1), max(of_symbol, of_empty), error))
+                first = bisect.bisect_left(lengths, tolerance, key=lambda n: of_symbol * n + of_empty * num_empty(n))
+                proofs.append(StackProof(sorted(part), is_late, max(0, first - 1), max(of_symbol, of_empty), tolerance))
     return max(proofs, key=lambda proof: proof.longest, default=None)
 
 
@@ -129,7 +129,7 @@ def _record_last(model: Any, context: tuple[int, int]) -> tuple[Tensor, Tensor, 
 
 
 @torch.no_grad()
-def _bound_error(
+def _compute_tolerance(
     model: Any,
     pushdown: Pushdown,
     contexts: list[tuple[int, int]],
@@ -139,7 +139,7 @@ def _bound_error(
     h: Tensor,
     x: Tensor,
 ) -> float:
-    """Return the weight of other action sequences below which every answer is right; not above 0 if an answer is wrong.
+    """Return the weight of other action sequences below which every answer is right; 0 or less if an answer is wrong.
 
     The read of a head outside `heads` may be any mean of pushed vectors and zeros.
     """

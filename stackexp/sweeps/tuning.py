@@ -87,7 +87,8 @@ def choose_point(points: list[tuple[Values, list[float]]], effect: float) -> Val
     is finite.
     """
     means = [math.fsum(scores) / len(scores) for _, scores in points]
-    near = [values for (values, _), mean in zip(points, means, strict=True) if mean <= min(means) + effect < math.inf]
+    limit = min(means, default=math.inf) + effect
+    near = [values for (values, _), mean in zip(points, means, strict=True) if math.isfinite(mean) and mean <= limit]
     return min(near, key=lambda values: [x for x in values.values() if isinstance(x, int | float)], default=None)
 
 
