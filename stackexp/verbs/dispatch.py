@@ -16,6 +16,7 @@ from pathlib import Path
 
 import stackexp
 from stackexp.errors import ConfigError, escape, first_line, mask_secrets, shorten, suggest_name
+from stackexp.startup import hide_optional_packages
 from stackexp.verbs.parser import Parser, Verb
 
 EPILOG = """
@@ -47,6 +48,7 @@ NO_MEMORY = "free memory, raise the limit (ulimit -v) or use a smaller batch"
 def dispatch(verbs: dict[str, str], argv: list[str] | None = None) -> int:
     """Run a verb and return the exit code; `verbs` maps each name to its line in the help text."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded: its warnings are stack traces
+    hide_optional_packages()
     if "_ARGCOMPLETE" in os.environ:
         from stackexp.verbs.completion import complete
 
