@@ -10,13 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from processes import wait_until
+from torch.nn.functional import cross_entropy
 from verdict_question import SEEDS, Question
 
 from stackexp.cli import main
 from stackexp.config.compose import build_dataclass
 from stackexp.config.yaml_files import read_file
+from stackexp.datamodules.formal_language import LengthSet, build_batch
 from stackexp.errors import ConfigError
 from stackexp.evaluation.loading import load_run
 from stackexp.inspection.inspect import open_set
@@ -28,6 +31,7 @@ from stackexp.runs import RunFolder
 from stackexp.sequential import judge
 from stackexp.sweeps.tuning import TunedSpace, Tuning, choose_point, estimate_noise
 from stackexp.sweeps.verdict import Plan, VerdictConfig, load_verdict, load_verdicts
+from stackexp.tasks import TASKS
 
 VERDICTS = Path(__file__).parents[1] / "verdicts"
 DIVERGED = "step 3: loss nan with gradient norm nan on sequences [1] of rank 0; nothing was updated"
@@ -210,6 +214,39 @@ def test_interventions_are_measured_once(trained, tmp_path):
     assert [file.stat().st_mtime_ns for file in files[1:]] == [time for time, _ in before[1:]]
     assert build_interventions(verdict)[0].rows[1][-1] == "3"
     assert build_interventions(replace(verdict, config=replace(verdict.config, interventions_chunks=4)))[0] is None
+
+
+def test_interventions_on_formal_languages_use_all_validation_strings(tmp_path, monkeypatch):
+    """Dropped reads have the losses of a model whose stack output has the weight 0, on each length of 41 to 60."""
+    monkeypatch.chdir(tmp_path)
+    options = "data.task=parity_check name=tiny model.num_layers=1 trainer.max_steps=2 schedule.warmup_steps=0 "
+    options += "data.eval_length_stride=459 data.eval_sequences=1 data.validation_sequences=4 trainer.accelerator=cpu"
+    assert main(["fit", "--config", "formal/stacktrans", *options.split(), "logging.loggers=[]"]) == 0
+    (trained,) = Path("runs/tiny").iterdir()
+    arms = [{"name": "plain", "model.memory": None}, {"name": "stack"}]
+    question = {"config": str(trained / "config.yaml"), "arms": arms, "pairs": 4}
+    Path("strings.yaml").write_text(yaml.safe_dump(question))
+    verdict = load_verdict(Path("strings.yaml"), [])
+    for (arm, _, _), trial in verdict.build_pairs(verdict.fix_plan()).trials.items():
+        if arm == "stack":
+            shutil.copytree(trained, trial.folder.path)
+    measure_pairs(verdict)
+    table, _ = build_interventions(verdict)
+    assert "mean over seeds, on all validation strings" in table.title
+
+    run, losses = load_run(trained, "last"), []
+    strings = [
+        build_batch(LengthSet(TASKS["parity_check"], "validate", n, 4).sample(), TASKS["parity_check"])
+        for n in range(41, 61)
+    ]
+    for _ in range(2):
+        with torch.no_grad():
+            logits = [run.model(batch["tokens"]).logits[:, -1] for batch in strings]
+        targets = [batch["targets"][:, -1] for batch in strings]
+        losses.append(np.mean([cross_entropy(*pair).item() for pair in zip(logits, targets, strict=True)]))
+        run.model.layers[0].memory.up.data.zero_()
+    assert table.rows[1] == ["stack", "dropped read", f"{losses[1] - losses[0]:+.4f}", table.rows[1][3], "4"]
+    assert abs(losses[1] - losses[0]) > 1e-4
 
 
 def test_another_question_needs_another_name(question, capsys):

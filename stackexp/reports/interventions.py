@@ -12,6 +12,7 @@ from stackexp.files import add_sha256, has_valid_sha256, read_json, write_json
 from stackexp.reports.arms import compute_difference, count_runs
 from stackexp.reports.report import Table
 from stackexp.runs import RunFolder
+from stackexp.sweeps.trials import Trial
 from stackexp.sweeps.verdict import Verdict
 from stackexp.tables import ABSENT
 
@@ -20,20 +21,19 @@ Changes = dict[str, float]
 """Intervention -> change of the loss."""
 
 
-def list_memory_runs(verdict: Verdict) -> dict[str, list[RunFolder]]:
-    """Return the finished runs of the pairs of each language model with a memory; none before the plan is made."""
+def list_memory_trials(verdict: Verdict) -> dict[str, list[Trial]]:
+    """Return the finished trials of the pairs of each model with a memory; none before the plan is made."""
     plan = verdict.read_plan()
-    runs: dict[str, list[RunFolder]] = {}
+    trials: dict[str, list[Trial]] = {}
     for (arm, _, _), trial in verdict.build_pairs(plan).trials.items() if plan else ():
         if _is_measurable(trial.config):
-            runs.setdefault(arm, []).extend([trial.folder] if trial.folder.is_finished else [])
-    return runs
+            trials.setdefault(arm, []).extend([trial] if trial.folder.is_finished else [])
+    return trials
 
 
 def _is_measurable(config: ExperimentConfig) -> bool:
-    """Return True for a language model with a memory and validation sets."""
-    has_sets = config.data.objective != "transduction" and getattr(config.data, "validation", None) != {}
-    return has_sets and getattr(config.model, "memory", None) is not None
+    """Return True for a model with a memory and validation sets."""
+    return getattr(config.data, "validation", None) != {} and getattr(config.model, "memory", None) is not None
 
 
 def describe_changes(verdict: Verdict, folder: RunFolder) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def read_changes(folder: RunFolder, identity: dict[str, Any]) -> Changes | None:
 
 def list_unmeasured(verdict: Verdict) -> list[RunFolder]:
     """Return the runs that have the checkpoint of their last step, but no measured changes, or damaged ones."""
-    folders = dict.fromkeys(folder for runs in list_memory_runs(verdict).values() for folder in runs)
+    folders = dict.fromkeys(trial.folder for trials in list_memory_trials(verdict).values() for trial in trials)
     return [folder for folder in folders if _is_unmeasured(verdict, folder)]
 
 
@@ -79,17 +79,20 @@ def build_interventions(verdict: Verdict) -> tuple[Table | None, list[str]]:
     """Return a table of the changes, mean over seeds, and notes about runs without them. Nothing is measured."""
     rows: list[list[str]] = []
     notes: list[str] = []
-    for arm, folders in list_memory_runs(verdict).items():
+    material = f"{verdict.config.interventions_chunks} chunks of each validation set"
+    for arm, trials in list_memory_trials(verdict).items():
         measured: list[Changes] = []
-        for folder in folders:
+        for trial in trials:
+            if trial.config.data.objective == "transduction":
+                material = "all validation strings"
             try:
-                changes = read_changes(folder, describe_changes(verdict, folder))
+                changes = read_changes(trial.folder, describe_changes(verdict, trial.folder))
             except RunError as error:
                 notes.append(str(error))
                 continue
             measured += [changes] if changes else []
-        if len(measured) < len(folders):
-            count = count_runs(len(folders) - len(measured))
+        if len(measured) < len(trials):
+            count = count_runs(len(trials) - len(measured))
             notes.append(f"{arm}: {count} without interventions: not measured yet, or the last checkpoint is deleted")
         for name in dict.fromkeys(name for changes in measured for name in changes):
             values = [changes[name] for changes in measured if math.isfinite(changes.get(name, math.nan))]
@@ -97,8 +100,7 @@ def build_interventions(verdict: Verdict) -> tuple[Table | None, list[str]]:
             interval = ABSENT if difference.low is None else f"{difference.low:+.4f} to {difference.high:+.4f}"
             rows.append([arm, name, f"{difference.mean:+.4f}", interval, str(len(values))])
     title = (
-        "Interventions on trained memories: change of the loss, mean over seeds, on "
-        f"{verdict.config.interventions_chunks} chunks of each validation set. Intervals over seeds"
+        f"Interventions on trained memories: change of the loss, mean over seeds, on {material}. Intervals over seeds"
     )
     header = ["arm", "intervention", "change of the loss", "95 % interval", "runs"]
     return (Table(title, header, rows, num_labels=2) if rows else None), notes
