@@ -6,6 +6,8 @@ level only, and allows for a look after every pair. Early looks need overwhelmin
 more than a test without looks.
 """
 
+import bisect
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,11 +39,13 @@ class Word(StrEnum):
 class Judgment:
     """The verdict on an arm after `pairs` pairs: mean difference and the interval that allows for looks and arms.
 
+    Mean and interval are those after the first `look` pairs, where the verdict was reached; without one, after all.
     `p_value` is the smallest level at which a look so far would have decided that there is a difference.
     """
 
     word: Word
     pairs: int
+    look: int
     mean: float
     low: float
     high: float
@@ -59,21 +63,29 @@ def judge(
     """Judge the arms by their paired differences (arm minus baseline, in the order of the seeds).
 
     An arm helps or hurts if its p-value is significant by Holm's method over the arms, so at most a share `level` of
-    comparisons without any effect get such a verdict. It has no effect above `effect` if its interval, at `level`
-    divided by the number of arms, lies within +-effect.
+    comparisons without any effect get such a verdict. It has no effect above `effect` if its interval at a look, at
+    `level` divided by the number of arms, lies within +-effect. Pairs after this look do not change the verdict.
     """
     p_values = {arm: float(compute_p_value(values, planned)) for arm, values in differences.items()}
     adjusted = dict(zip(p_values, adjust_holm(list(p_values.values())), strict=True))
     judgments = {}
     for arm, values in differences.items():
-        mean, low, high = compute_interval(values, planned, level / len(differences))
-        word = Word.UNDECIDED
+        pairs = len(values)
+        intervals = {n: compute_interval(values[:n], planned, level / len(differences)) for n in _list_looks(pairs)}
+        small = (n for n, (_, low, high) in intervals.items() if max(-low, high) < effect)
+        word, look = Word.UNDECIDED, pairs
         if adjusted[arm] <= level:
-            word = Word.HELPS if mean < 0 else Word.HURTS
-        elif max(-low, high) < effect:
-            word = Word.NO_EFFECT
-        judgments[arm] = Judgment(word, len(values), mean, low, high, p_values[arm])
+            look = MIN_PAIRS + int(_compute_evidence(values, planned).argmax())
+            word = Word.HELPS if intervals[look][0] < 0 else Word.HURTS
+        elif (first := next(small, None)) is not None:
+            word, look = Word.NO_EFFECT, first
+        mean, low, high = intervals.get(look) or compute_interval(values, planned)
+        judgments[arm] = Judgment(word, pairs, look, mean, low, high, p_values[arm])
     return judgments
+
+
+def _list_looks(pairs: int) -> range:
+    return range(MIN_PAIRS, pairs + 1)
 
 
 def adjust_holm(p_values: Sequence[float]) -> list[float]:
@@ -97,6 +109,7 @@ def compute_crossing_probability(barrier: "float | np.ndarray", planned: int) ->
     return np.where(c[..., 0] < 1, near, far)
 
 
+@functools.cache
 def find_barrier(planned: int, level: float) -> float:
     """Return the constant c of the boundary for this many planned pairs."""
     from scipy.optimize import brentq
@@ -126,16 +139,22 @@ def _get_critical_t(n: int, planned: int, level: float) -> float:
 
 def compute_p_value(values: "Sequence[float] | np.ndarray", planned: int) -> "np.ndarray":
     """Return the smallest level at which a look at the first 3, 4, ... n of `values` [..., n] decides against zero."""
+    evidence = _compute_evidence(values, planned)
+    if not evidence.shape[-1]:
+        return np.ones(evidence.shape[:-1])
+    return compute_crossing_probability(evidence.max(-1), planned)
+
+
+def _compute_evidence(values: "Sequence[float] | np.ndarray", planned: int) -> "np.ndarray":
+    """Return the constant c that each look at the first 3, 4, ... n of `values` [..., n] exceeds: [..., looks]."""
     from scipy.special import ndtri, stdtr
 
     x = np.asarray(values, float)
-    n = np.arange(MIN_PAIRS, x.shape[-1] + 1)
-    if not n.size:
-        return np.ones(x.shape[:-1])
+    n = np.asarray(_list_looks(x.shape[-1]))
     mean, squares = x.cumsum(-1)[..., MIN_PAIRS - 1 :] / n, (x * x).cumsum(-1)[..., MIN_PAIRS - 1 :]
     deviation = np.sqrt(np.maximum((squares - n * mean**2) / (n - 1), np.finfo(float).tiny))
     z = -ndtri(stdtr(n - 1, -np.abs(mean) * np.sqrt(n) / deviation))
-    return compute_crossing_probability((z * np.sqrt(n / planned)).max(-1), planned)
+    return z * np.sqrt(n / planned)
 
 
 # Plan
@@ -154,16 +173,10 @@ def compute_power(pairs: int, effect: float, deviation: float, level: float = LE
 
 def count_pairs(effect: float, deviation: float, level: float = LEVEL, power: float = POWER) -> int:
     """Return the number of pairs that find an effect with this power; MAX_PLANNED if even those are too few."""
-    low, high = MIN_PLANNED, MIN_PLANNED
-    while high < MAX_PLANNED and compute_power(high, effect, deviation, level) < power:
-        low, high = high + 1, min(2 * high, MAX_PLANNED)
-    while low < high:
-        middle = (low + high) // 2
-        if compute_power(middle, effect, deviation, level) < power:
-            low = middle + 1
-        else:
-            high = middle
-    return high
+    if not deviation:
+        return MIN_PLANNED
+    counts = range(MIN_PLANNED, MAX_PLANNED)
+    return MIN_PLANNED + bisect.bisect_left(counts, power, key=lambda n: compute_power(n, effect, deviation, level))
 
 
 def choose_batch(arms: int, workers: int) -> int:
@@ -176,7 +189,10 @@ def find_detectable_effect(pairs: int, deviation: float, level: float = LEVEL, p
     """Return the effect that this many pairs find with this power."""
     from scipy.optimize import brentq
 
-    return float(brentq(lambda x: compute_power(pairs, x, 1.0, level) - power, 1e-3, 10)) * deviation
+    high = 1.0
+    while compute_power(pairs, high, 1.0, level) < power:
+        high *= 2
+    return float(brentq(lambda x: compute_power(pairs, x, 1.0, level) - power, 1e-3, high)) * deviation
 
 
 def estimate_deviation(values: Sequence[float]) -> tuple[float, float, float]:
@@ -184,6 +200,24 @@ def estimate_deviation(values: Sequence[float]) -> tuple[float, float, float]:
     deviation = float(np.std(values, ddof=1))
     low, high = bound_deviation(len(values) - 1)
     return deviation, deviation * low, deviation * high
+
+
+def pool_deviations(values: np.ndarray) -> tuple[float, float, float]:
+    """Return the standard deviation of a pair, pooled over arms [arms, seeds], and its 95 % interval.
+
+    All arms share the baseline's runs, so their differences are correlated. The variance is that of the seeds' means
+    plus that of the rest. The interval is a generalized one (Weerahandi 1993): quantiles of this sum when each sum of
+    squares is divided by a random chi-square instead of its degrees of freedom. By simulation, it covers 0.94 to 0.98.
+    """
+    arms, seeds = values.shape
+    centered = values - values.mean(1, keepdims=True)
+    common = centered.mean(0)
+    squares = np.array([(common**2).sum(), (1 - 1 / arms) * ((centered - common) ** 2).sum()])
+    degrees = np.array([seeds - 1, (arms - 1) * (seeds - 1)])[: min(arms, 2)]
+    chi_squares = np.random.default_rng(0).chisquare(degrees, (5_000, len(degrees)))
+    variances = np.sum(squares[: len(degrees)] / chi_squares, 1)
+    low, high = np.sqrt(np.quantile(variances, [LEVEL / 2, 1 - LEVEL / 2]))
+    return math.sqrt(np.sum(squares[: len(degrees)] / degrees)), float(low), float(high)
 
 
 def bound_deviation(degrees: int) -> tuple[float, float]:

@@ -33,6 +33,14 @@ def test_arms_have_means_intervals_and_solved_seeds(tmp_path, capsys):
     assert "| core-hours | 1.2 | 1.0 |" in " ".join(printed.split()), "the tuning counts as cost, not as a score"
 
 
+def test_two_runs_of_one_seed_are_an_error(tmp_path, capsys):
+    for name in ("equal", "equal-budget-0.1"):
+        run = write_run(tmp_path / name / "parity_check/pairs/lstm-seed=100-01234567", "LSTM", "parity_check", seed=100)
+        finish(run, beyond=0.5)
+    assert main(["report", "formal", "--arms", str(tmp_path)]) == 1
+    assert "are runs of lstm on parity_check with one seed; give the folder of one" in capsys.readouterr().err
+
+
 def test_runs_without_scores_are_an_error(tmp_path, capsys):
     finish(write_run(tmp_path / "lstm-seed=0-01234567", "LSTM", "parity_check"), beyond=0.5, longest=60)
     assert main(["report", "formal", "--arms", str(tmp_path)]) == 1

@@ -19,6 +19,7 @@ from stackexp.sequential import (
     find_barrier,
     find_detectable_effect,
     judge,
+    pool_deviations,
 )
 
 
@@ -100,6 +101,28 @@ def test_judge_names_all_four_cases():
     assert early["good"].low == -math.inf
 
 
+def test_a_verdict_stays_as_it_was_reached():
+    """Later pairs do not change the word. Mean and interval are those of the pairs that decided, and agree with it."""
+    values = [-0.1, -0.1001, -0.0999, 0.3, 0.28, 0.33, 0.31, 0.29]
+    after = [judge({"arm": values[:n]}, planned=8, effect=0.01)["arm"] for n in (3, 4, 8)]
+    assert {(found.word, found.look, round(found.mean, 6)) for found in after} == {(Word.HELPS, 3, -0.1)}
+    assert [found.pairs for found in after] == [3, 4, 8]
+    quiet = [*np.tile([0.001, -0.001], 4), *np.tile([0.03, -0.03], 4)]
+    found = judge({"arm": quiet}, planned=16, effect=0.01)["arm"]
+    assert (found.word, found.pairs) == (Word.NO_EFFECT, 16)
+    assert found.look < 9
+
+
+@pytest.mark.parametrize("mean", [-0.01, -0.003, 0.0])
+def test_the_interval_of_a_decided_arm_excludes_zero_on_the_side_of_its_verdict(mean):
+    random = np.random.default_rng(2)
+    found = [judge({"arm": random.normal(mean, 0.012, 16)}, planned=16, effect=0.001)["arm"] for _ in range(400)]
+    decided = [judgment for judgment in found if judgment.word in (Word.HELPS, Word.HURTS)]
+    assert decided
+    for judgment in decided:
+        assert judgment.high < 0 if judgment.word == Word.HELPS else judgment.low > 0
+
+
 def test_two_equal_arms_never_differ():
     found = judge({"copy": [0.0] * 8}, planned=8, effect=0.01)["copy"]
     assert (found.word, found.low, found.high) == (Word.NO_EFFECT, 0, 0)
@@ -110,12 +133,26 @@ def test_planned_pairs_and_detectable_effects_are_inverse():
     assert 13 <= pairs <= 16  # 12 without looks
     assert find_detectable_effect(pairs, 0.011) <= 0.01 < find_detectable_effect(pairs - 1, 0.011)
     assert count_pairs(1e-9, 1.0) == sequential.MAX_PLANNED
+    assert count_pairs(0.01, 0.0) == sequential.MIN_PLANNED, "two copies of one arm have no noise"
+    assert find_detectable_effect(4, 1.0, 0.05 / 100) > 10
 
 
 def test_the_deviation_has_its_own_interval():
     random = np.random.default_rng(0)
     bounds = [estimate_deviation(row)[1:] for row in random.standard_normal((2000, 4))]
     assert np.mean([low < 1 < high for low, high in bounds]) == pytest.approx(0.95, abs=0.015)
+
+
+@pytest.mark.parametrize(("arms", "seeds"), [(17, 3), (4, 3), (2, 8), (1, 4)])
+@pytest.mark.parametrize("shared", [0.0, 0.7])
+def test_the_pooled_deviation_allows_for_the_shared_baseline(arms, seeds, shared):
+    """`shared` is the part of the variance that the runs of the baseline add to all arms."""
+    random = np.random.default_rng(arms + seeds)
+    values = math.sqrt(shared) * random.standard_normal((400, 1, seeds))
+    values = values + math.sqrt(1 - shared) * random.standard_normal((400, arms, seeds)) + random.random((arms, 1))
+    found = np.array([pool_deviations(row) for row in values])
+    assert np.mean((found[:, 1] < 1) & (found[:, 2] > 1)) == pytest.approx(0.955, abs=0.03)
+    assert np.mean(found[:, 0] ** 2) == pytest.approx(1, abs=0.15)
 
 
 def test_looks_are_as_frequent_as_busy_workers_allow():

@@ -25,12 +25,14 @@ from stackexp.evaluation.loading import load_run
 from stackexp.inspection.inspect import open_set
 from stackexp.inspection.interventions import measure_interventions
 from stackexp.inspection.pairs import measure_pairs
-from stackexp.reports.interventions import build_interventions
+from stackexp.reports.interventions import build_interventions, describe_changes, write_changes
 from stackexp.reports.verdict import compute_best_of, find_share_of_steps
 from stackexp.runs import RunFolder
 from stackexp.sequential import judge
+from stackexp.sweeps.question import VerdictConfig
+from stackexp.sweeps.trials import get_number
 from stackexp.sweeps.tuning import TunedSpace, Tuning, choose_point, estimate_noise
-from stackexp.sweeps.verdict import Plan, VerdictConfig, load_verdict, load_verdicts
+from stackexp.sweeps.verdict import Plan, load_verdict, load_verdicts
 from stackexp.tasks import TASKS
 
 VERDICTS = Path(__file__).parents[1] / "verdicts"
@@ -92,6 +94,54 @@ def test_a_stop_names_the_command_that_continues(question):
     assert f"stopped; resume with: python -m stackexp verdict {question.path}" in output
     (question.folder / "go").touch()
     assert "  helps  " in question.run()
+
+
+def test_an_arm_stops_at_a_pair_that_diverged(question, capsys):
+    """A training that failed, and one whose loss was not finite in the end, which its result has as null."""
+    question.behavior["same-seed=102-"] = {"first": ["error"] * 9, "error": DIVERGED}
+    question.behavior["good-seed=101-"] = {"seconds": 0.01, "loss": None}
+    question.keep_arms("plain", "good", "same")
+    question.write(tuning=None)
+    printed = question.run()
+    rows = {line.split()[0]: line for line in printed.splitlines() if f"/{len(SEEDS)} " in line}
+    assert "undecided: seed 102 diverged" in rows["same"]
+    assert "undecided: seed 101 diverged" in rows["good"]
+    (path,) = question.folder.glob("pairs/good-seed=101-*/result.json")
+    assert "null" in path.read_text()
+    assert {name.partition("seed=")[2] for name in question.list_runs("pairs")} <= {"100", "101", "102", "103"}
+    assert main(["verdict", str(question.path), "--report"]) == 0
+    assert "same: seed 102 has no finite score" in capsys.readouterr().out
+
+
+def test_two_copies_of_one_arm_need_no_noise(question):
+    question.keep_arms("plain", "copy")
+    question.write(pairs=None)
+    assert "no effect above 0.01" in question.run()
+    assert len(json.loads((question.folder / "verdict.json").read_text())["seeds"]) == 4
+
+
+def test_the_plan_holds_for_one_config_and_one_version(question, capsys):
+    question.keep_arms("plain", "same")
+    question.write(tuning=None, pairs=4)
+    question.run()
+    config = question.path.parent / "tiny.yaml"
+    before = config.read_text()
+    config.write_text(before.replace("max_steps: 12", "max_steps: 13"))
+    assert config.read_text() != before
+    assert main(["verdict", str(question.path), "--report"]) == 2
+    assert "the config of plain, same changed since" in capsys.readouterr().err
+    config.write_text(before)
+    assert main(["verdict", str(question.path), "--report"]) == 0
+    plan = question.folder / "verdict.json"
+    written = json.loads(plan.read_text())
+    for change in ({"version": 2}, {"question": written["question"] | {"new_key": 1}}):
+        plan.write_text(json.dumps(written | change))
+        assert main(["verdict", str(question.path), "--report"]) == 1
+        assert "not a plan of this version" in capsys.readouterr().err
+
+
+def test_a_score_may_be_null():
+    assert get_number({"average": {"loss": None}}, "average.loss", missing=math.inf) == math.inf
 
 
 @pytest.mark.process
@@ -213,6 +263,12 @@ def test_interventions_are_measured_once(trained, tmp_path):
     assert files[0].read_text() == before[0][1]
     assert [file.stat().st_mtime_ns for file in files[1:]] == [time for time, _ in before[1:]]
     assert build_interventions(verdict)[0].rows[1][-1] == "3"
+    for file, run in zip(files, folders, strict=False):
+        identity = describe_changes(verdict, RunFolder(run))
+        write_changes(RunFolder(run), identity, changes | {"dropped read": math.inf})
+        if file is files[1]:
+            assert build_interventions(verdict)[0].rows[1][-1] == "1", "a change that is not finite does not count"
+    assert build_interventions(verdict)[0].rows[1][-1] == "0"
     assert build_interventions(replace(verdict, config=replace(verdict.config, interventions_chunks=4)))[0] is None
 
 
@@ -278,6 +334,8 @@ def test_another_question_needs_another_name(question, capsys):
         ({"tuning": {"space": {}}}, "name at least one key"),
         ({"tuning": {"space": {"optimizer.lr": {"values": [1]}}, "seeds": [1]}, "pairs": None}, "two or more"),
         ({"each": {"seed": [1, 2]}}, "each.seed: chosen by the verdict"),
+        ({"each": {"optimizer.lr": [1, 2]}}, "each.optimizer.lr: chosen by the verdict or its tuning"),
+        ({"arms": [{"name": "plain"}, {"name": "a", "optimizer.lr": 1}]}, "arms[1].optimizer.lr: also in tuning.space"),
         ({"tuning": {"space": {k: {"values": [1]} for k in "abcd"}}}, "plain tunes 4 options; expected at most 3"),
         ({"tuning": {"space": {"a": {"values": [1], "arms": ["good"]}}}}, "only some arms tune a"),
         ({"tuning": {"space": {"a": {"values": [1], "arms": ["godo"]}}, "trials": 2}}, "no arm is named godo"),
@@ -307,6 +365,10 @@ def test_every_arm_gets_the_same_draws():
     assert [point["optimizer.lr"] for point in a] == [point["optimizer.lr"] for point in b]
     assert {point["x"] for point in b} == {1, 2, 3}
     assert {point["n"] for point in b} <= {2, 3, 4, 5}
+    sizes = Tuning({"n": TunedSpace(low=1, high=1024, log=True, int=True)}, 300).draw_points("a")
+    assert np.mean([point["n"] <= 32 for point in sizes]) == pytest.approx(0.5, abs=0.02), "log-uniform integers"
+    assert min(point["n"] for point in sizes) == 1
+    assert 900 < max(point["n"] for point in sizes) <= 1024
     logs = np.log10([point["optimizer.lr"] for point in a])
     assert sorted(np.floor(4 * (logs + 3) / 2)) == [0, 0, 1, 1, 2, 2, 3, 3], "spread over the range"
     assert Tuning(tuning.space, 16).draw_points("b")[:8] == b, "a longer search begins with the same draws"
@@ -344,6 +406,8 @@ def test_share_of_steps_to_the_loss_of_the_baseline(tmp_path):
     assert find_share_of_steps(base, base) == 1
     assert find_share_of_steps(fast, base) == pytest.approx(0.5, abs=0.05)
     assert find_share_of_steps(base, fast) is None
+    dip = write("dip", [5 - i / 100 - (100 < i < 150) for i in range(200)])
+    assert find_share_of_steps(dip, dip) > 0.9, "an early dip does not count"
 
 
 def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):
@@ -360,6 +424,10 @@ def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):
     assert {"transformer", "adapter", "residual_scale", "queue", "transformer_flops"} <= arms.keys()
     assert main([*command, "trainer.max_steps=600"]) == 2
     assert "has other overrides" in capsys.readouterr().err
+    Path("other").mkdir()
+    Path("other/small.yaml").write_text("defaults: [ablation/small]\n")
+    assert main(["verdict", "--memory", "queue", "--config", "other/small.yaml", "--dry-run"]) == 2
+    assert "is for the config ['ablation/small']" in capsys.readouterr().err
 
 
 def test_loading_checks_the_arms(question):
@@ -375,9 +443,11 @@ def test_pairs_are_planned_from_runs_on_record(capsys):
     assert main(command) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     (row,) = [row for row in rows if row[:1] == ["stacktrans"]]
-    (pooled,) = [row for row in rows if row[:1] == ["all"]]
+    (pooled,) = [row for row in rows if row[:1] == ["pooled"]]
     assert 0.005 < float(row[1]) < 0.03 < float(row[4].rstrip(")")), "three pairs leave a wide interval"
-    assert 0.005 < float(pooled[2]) < 0.03
+    assert pooled[:3] == ["pooled", "(17", "arms)"]
+    assert 0.005 < float(pooled[3]) < 0.03
+    assert float(pooled[6].rstrip(")")) > 2 * float(pooled[3]), "17 arms with the same three baselines know little more"
     assert 15 < int(pooled[-2]) < 60
     assert main(["plan", "--effect", "0.01"]) == 2
     assert "--effect requires --runs" in capsys.readouterr().err
@@ -403,6 +473,11 @@ def test_a_question_is_repeated_for_each_value_with_scaled_steps(question):
         configs = [trial.config for trial in verdict.tuning.trials.values()]
         options = {(c.model.num_layers, c.trainer.max_steps, c.schedule.warmup_steps) for c in configs}
         assert options == {(layers, 10, 1)}, "no step becomes 0"
+    question.keys["tuning"]["overrides"] = ["trainer.max_steps=20"]
+    question.write(overrides=["trainer.max_steps=1_000"])
+    verdict = load_verdicts(question.path, budget=0.5)[0]
+    assert verdict.config.overrides[0] == "trainer.max_steps=500"
+    assert verdict.config.tuning.overrides == ["trainer.max_steps=10"]
 
 
 def test_all_pairs_run_unless_decided_arms_stop(question):

@@ -17,8 +17,10 @@ from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.memories.stack import NEVER, StackMemory
 from stackexp.models.stack_recording import ACTIONS, Recording, Stack, find_recorded, record_memories, wrap_method
 from stackexp.modules.scores import TOO_FEW_CHUNKS, estimate_sampling_error
+from stackexp.modules.transduction import compute_answer_losses
 from stackexp.stack import StackState
 from stackexp.tables import format_table
+from stackexp.tasks import NO_TARGET
 
 TokenBatch = dict[str, Any]
 """tokens [B, T], and length [B] or, for formal languages, targets [B, answer symbols]."""
@@ -100,13 +102,12 @@ def compute_losses(model: nn.Module, batches: Iterable[TokenBatch]) -> tuple[np.
     for batch in batches:
         tokens = batch["tokens"]
         if "targets" in batch:
-            targets, is_counted = batch["targets"], torch.ones_like(batch["targets"], dtype=torch.bool)
-            logits = model(tokens).logits[:, -targets.shape[1] :]
+            nats, is_counted = compute_answer_losses(model, batch)[1], batch["targets"] != NO_TARGET
         else:
-            targets, logits = tokens[:, 1:], model(tokens).logits[:, :-1]
+            logits = model(tokens).logits[:, :-1].float()
+            nats = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
             is_counted = torch.arange(1, tokens.shape[1]) < batch["length"][:, None]
-        nats = F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").double()
-        losses.append(nats.where(is_counted, 0.0).sum(1))
+        losses.append(nats.double().where(is_counted, 0.0).sum(1))
         counts.append(is_counted.double().sum(1))
     return torch.cat(losses).numpy(), torch.cat(counts).numpy()
 

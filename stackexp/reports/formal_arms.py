@@ -1,6 +1,5 @@
 """The table of formal languages by arm: the models of one `verdict` file, tuned equally, on every task."""
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from typing import Any
 
 from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import Lengths
+from stackexp.reports.arms import compute_difference
 from stackexp.reports.formal_runs import SOLVED, count_solved, join_paths, label_task, read_runs, sort_tasks
 from stackexp.reports.report import Report, Table
 from stackexp.sequential import LEVEL
@@ -23,12 +23,13 @@ TUNING = "tuning"
 def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
     """Build the table of mean accuracies with intervals over seeds, and the number of solved seeds.
 
-    Raises RunError if no run has a score over the lengths.
+    Raises RunError if no run has a score over the lengths, or if two runs of an arm have one seed, as with two budgets.
     """
     scores: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     hours: dict[str, float] = defaultdict(float)
     records: list[dict[str, Any]] = []
     runs, notes = read_runs(paths, lengths)
+    found: dict[tuple[str, str, int], Path] = {}
     unscored = []
     for run in runs:
         path, arm, task = Path(run.row["path"]), run.row["arm"], run.task
@@ -38,6 +39,8 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
         if not run.is_finished or (score is None and not is_tuning):
             unscored.append(path)
         elif score is not None and not is_tuning:
+            if (other := found.setdefault((task, arm, run.row["seed"]), path)) != path:
+                raise RunError(f"{path} and {other} are runs of {arm} on {task} with one seed; give the folder of one")
             scores[task][arm].append(score)
             records.append({"task": task, "arm": arm, "score": score} | {key: run.row.get(key) for key in COLUMNS})
     if not scores:
@@ -66,11 +69,6 @@ def _format_mean(values: list[float], best: float) -> str:
     """Return the mean with its interval, cut at 0 and 1."""
     if not values:
         return ABSENT
-    mean = statistics.fmean(values)
+    mean, low, high = compute_difference(values)[:3]
     text = f"**{mean:.2f}**" if mean == best else f"{mean:.2f}"
-    if len(values) < 2:
-        return text
-    from scipy.stats import t
-
-    half = float(t.ppf(1 - LEVEL / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{text} ({max(0.0, mean - half):.2f} to {min(1.0, mean + half):.2f})"
+    return text if low is None or high is None else f"{text} ({max(0.0, low):.2f} to {min(1.0, high):.2f})"

@@ -95,7 +95,11 @@ def build_interventions(verdict: Verdict) -> tuple[Table | None, list[str]]:
             count = count_runs(len(trials) - len(measured))
             notes.append(f"{arm}: {count} without interventions: not measured yet, or the last checkpoint is deleted")
         for name in dict.fromkeys(name for changes in measured for name in changes):
-            values = [changes[name] for changes in measured if math.isfinite(changes.get(name, math.nan))]
+            found = [changes.get(name) for changes in measured]  # None: a loss that is not finite
+            values = [change for change in found if change is not None and math.isfinite(change)]
+            if not values:
+                rows.append([arm, name, ABSENT, ABSENT, "0"])
+                continue
             difference = compute_difference(values)
             interval = ABSENT if difference.low is None else f"{difference.low:+.4f} to {difference.high:+.4f}"
             rows.append([arm, name, f"{difference.mean:+.4f}", interval, str(len(values))])

@@ -19,21 +19,20 @@ from stackexp.reports.report import PALETTE, Report, Table, new_figure
 from stackexp.runs import RunFolder
 from stackexp.sequential import (
     LEVEL,
-    MIN_PLANNED,
     POWER,
     Judgment,
     Word,
-    bound_deviation,
     compute_interval,
     count_pairs,
     estimate_deviation,
     find_detectable_effect,
+    pool_deviations,
 )
 from stackexp.sweeps.controls import ADAPTER, FLOPS, PARAMETERS, PLAIN, SCALE, STREAM
 from stackexp.sweeps.schema import format_value, shorten_keys
 from stackexp.sweeps.sweep import STEPS
 from stackexp.sweeps.tuning import Tuned, choose_point
-from stackexp.sweeps.verdict import Key, Plan, Stage, Verdict, judge_pairs
+from stackexp.sweeps.verdict import Key, Plan, Stage, Verdict, find_diverged, judge_pairs, list_differences
 from stackexp.tables import ABSENT
 from stackexp.terminal import format_duration
 
@@ -52,7 +51,7 @@ def build_verdicts(verdicts: Sequence[Verdict]) -> Report:
         if plan := verdict.read_plan():
             stage = verdict.build_pairs(plan)
             scores, seconds = stage.read_scores(), {arm: _measure_seconds(stage, arm) for arm in verdict.arms}
-            rows += [[label, *_build_line(a, j, plan, seconds)] for a, j in judge_pairs(plan, scores).items()]
+            rows += [[label, *line] for line in _build_lines(judge_pairs(plan, scores), plan, scores, seconds)]
             records += [
                 {"question": label, "arm": arm, "seed": seed, "score": x} for (arm, _, seed), x in scores.items()
             ]
@@ -78,7 +77,7 @@ def build_verdict(verdict: Verdict) -> Report:
     scores = stage.read_scores()
     judgments = judge_pairs(plan, scores)
     seconds = {arm: _measure_seconds(stage, arm) for arm in verdict.arms}
-    lines = [_build_line(arm, j, plan, seconds) for arm, j in judgments.items()]
+    lines = _build_lines(judgments, plan, scores, seconds)
     at = "" if plan.speeds is None else ", at equal time"
     title = f"Verdict against {plan.baseline}, effect {plan.effect:g}, {plan.pairs} pairs planned{at}"
     tables.insert(0, Table(title, HEADER, lines, num_labels=2))
@@ -94,24 +93,35 @@ def build_verdict(verdict: Verdict) -> Report:
         notes += missing
     notes += _describe(plan, judgments, scores)
     records = [{"arm": arm, "seed": seed, "score": value} for (arm, _, seed), value in scores.items()]
-    return Report(tables, notes, records, lambda: _draw(plan, judgments))
+    diverged = find_diverged(plan, scores)
+    return Report(tables, notes, records, lambda: _draw(plan, judgments, diverged))
 
 
-def _build_line(arm: str, judgment: Judgment, plan: Plan, seconds: dict[str, float | None]) -> list[str]:
-    ours, base = seconds[arm], seconds[plan.baseline]
-    time = f"{ours / base:.2f}x" if ours and base else ABSENT
-    interval = f"{judgment.low:+.4f} to {judgment.high:+.4f}" if math.isfinite(judgment.low) else ABSENT
-    mean = f"{judgment.mean:+.4f}" if judgment.pairs else ABSENT
-    p = f"{min(1.0, judgment.p_value):.2g}" if judgment.pairs else ABSENT
-    return [arm, format_word(judgment, plan, ours, base), mean, interval, f"{judgment.pairs}/{plan.pairs}", p, time]
+def _build_lines(
+    judgments: dict[str, Judgment], plan: Plan, scores: dict[Key, float], seconds: dict[str, float | None]
+) -> list[list[str]]:
+    lines, diverged, base = [], find_diverged(plan, scores), seconds[plan.baseline]
+    for arm, judgment in judgments.items():
+        ours = seconds[arm]
+        word = format_word(judgment, plan, diverged.get(arm), ours, base)
+        interval = f"{judgment.low:+.4f} to {judgment.high:+.4f}" if math.isfinite(judgment.low) else ABSENT
+        mean = f"{judgment.mean:+.4f}" if judgment.pairs else ABSENT
+        p = f"{min(1.0, judgment.p_value):.2g}" if judgment.pairs else ABSENT
+        time = f"{ours / base:.2f}x" if ours and base else ABSENT
+        lines.append([arm, word, mean, interval, f"{judgment.pairs}/{plan.pairs}", p, time])
+    return lines
 
 
-def format_word(judgment: Judgment, plan: Plan, ours: float | None = None, base: float | None = None) -> str:
-    """Return the verdict in words; an undecided one with the pairs left and their core-hours."""
+def format_word(
+    judgment: Judgment, plan: Plan, diverged: int | None, ours: float | None = None, base: float | None = None
+) -> str:
+    """Return the verdict in words; an undecided one with the diverged seed, or the pairs left and their core-hours."""
     if judgment.word == Word.NO_EFFECT:
         return f"no effect above {plan.effect:g}"
     if judgment.word != Word.UNDECIDED:
         return str(judgment.word)
+    if diverged is not None:
+        return f"undecided: seed {diverged} diverged"
     left = plan.pairs - judgment.pairs
     hours = f" ({left * (ours + base) / 3600:.1f} core-hours)" if ours and base and left else ""
     return f"undecided: {left} more pairs{hours}" if left else "undecided after all planned pairs"
@@ -146,21 +156,19 @@ def _describe(plan: Plan, judgments: dict[str, Judgment], scores: dict[Key, floa
     ]
     for arm, judgment in judgments.items():
         if judgment.pairs > 2:
-            deviation, low, high = estimate_deviation(_list_differences(plan, arm, scores))
+            differences = list_differences(plan, scores, arm)
+            deviation, low, high = estimate_deviation(differences)
             text = f"{arm}: standard deviation of a pair {deviation:.4f} ({low:.4f} to {high:.4f})"
             if not judgment.is_decided and judgment.pairs == plan.pairs:
                 pairs = count_pairs(plan.effect, deviation, LEVEL / arms)
                 text += f"; a new verdict on fresh seeds would take {pairs} pairs for an effect of {plan.effect:g}"
+            if judgment.look < judgment.pairs:
+                mean = statistics.fmean(differences)
+                text += f"; decided after {judgment.look} pairs, whose mean is shown; all have {mean:+.4f}"
             notes.append(text)
     diverged = sorted({(arm, seed) for (arm, _, seed), value in scores.items() if not math.isfinite(value)})
     notes += [f"{arm}: seed {seed} has no finite score; its pairs count up to there" for arm, seed in diverged]
     return notes
-
-
-def _list_differences(plan: Plan, arm: str, scores: dict[Key, float], base: str | None = None) -> list[float]:
-    """Return the finite differences of two arms, in the order of the seeds."""
-    pairs = [(scores.get((arm, 0, s)), scores.get((base or plan.baseline, 0, s))) for s in plan.seeds]
-    return [a - b for a, b in pairs if a is not None and b is not None and math.isfinite(a - b)]
 
 
 # Tuning
@@ -178,7 +186,7 @@ def compute_best_of(losses: Sequence[float], count: int) -> tuple[float, float, 
 def _build_tuning(verdict: Verdict, tuned: Tuned) -> Table:
     """Return the chosen values of each arm and the best loss by number of trials.
 
-    The gain of the last doubling bounds that of the next one, because the expected best loss is convex.
+    The next doubling gains at most twice as much as the last one, because the expected best loss is convex.
     """
     counts = [1 << i for i in range(10) if 1 << i < max(map(len, tuned.values()))]
     names = shorten_keys(key for points in tuned.values() for values, _ in points for key in values)
@@ -193,10 +201,11 @@ def _build_tuning(verdict: Verdict, tuned: Tuned) -> Table:
         for count in counts:
             mean, low, high = compute_best_of(losses, count) if count <= len(losses) else (math.nan,) * 3
             curve.append(f"{mean:.4f} ({low:.4f} to {high:.4f})" if math.isfinite(mean) else ABSENT)
-        gain = compute_best_of(losses, max(1, len(losses) // 2))[0] - min(losses)
+        gain = compute_best_of(losses, len(losses) // 2)[0] - min(losses) if len(losses) > 1 else math.nan
         enough = "yes" if gain < verdict.config.effect / 2 else "no"
+        doubling = f"{gain:.4f}" if math.isfinite(gain) else ABSENT
         shown = ", ".join(f"{names[key]}={format_value(value)}" for key, value in points[chosen][0].items())
-        rows.append([arm, str(len(losses)), shown, format_loss(losses[chosen]), *curve, f"{gain:.4f}", enough])
+        rows.append([arm, str(len(losses)), shown, format_loss(losses[chosen]), *curve, doubling, enough])
     header = ["arm", "trials", "chosen values", "loss", *(f"best of {count}" for count in counts)]
     title = (
         f"Tuning: mean over {len(verdict.config.tuning.seeds if verdict.config.tuning else [])} seeds. Best of n: mean "
@@ -212,13 +221,13 @@ def _build_split(verdict: Verdict, plan: Plan, scores: dict[Key, float]) -> Tabl
     """Return the differences between controls that each isolate one cause, as far as these arms exist."""
     controls = {PLAIN, PARAMETERS, FLOPS, STREAM, ADAPTER, SCALE}
     steps = [("parameters", PLAIN, PARAMETERS), ("residual width at equal FLOPs", FLOPS, STREAM)]
-    steps += [("scaling of the residual stream", PARAMETERS, SCALE)]
+    steps += [("scaling of the residual stream", PLAIN, SCALE)]
     steps += [(f"mechanism of {arm}", ADAPTER, arm) for arm in verdict.arms if arm not in controls]
     rows = []
     for cause, base, arm in steps:
         if not {arm, base} <= set(verdict.arms):
             continue
-        differences = _list_differences(plan, arm, scores, base)
+        differences = list_differences(plan, scores, arm, base)
         mean, low, high = compute_interval(differences, plan.pairs)
         if math.isfinite(low):
             rows.append(
@@ -267,18 +276,19 @@ def _build_speed(verdict: Verdict, plan: Plan, stage: Stage, seconds: dict[str, 
 
 
 def find_share_of_steps(ours: RunFolder, base: RunFolder) -> float | None:
-    """Return the share of steps after which a run's training loss reaches the base's mean over its last 20 steps.
+    """Return the share of steps after which a run's training loss stays below the base's mean over its last 20 steps.
 
-    The loss is a mean over 20 steps. None if the run does not reach it.
+    The loss is a mean over 20 steps. None if the run does not end below it.
     """
     losses, target = (np.asarray(read_curve(folder, TRAIN_LOSS)[1]) for folder in (ours, base))
     window = min(AVERAGED_STEPS, len(losses))
     means = np.convolve(losses, np.ones(window) / window, "valid")
-    reached = np.flatnonzero(means <= target[-window:].mean() + 1e-9)  # a run reaches its own loss
-    return (int(reached[0]) + window) / len(losses) if reached.size else None
+    above = np.flatnonzero(means > target[-window:].mean() + 1e-9)  # a run reaches its own loss
+    first = int(above[-1]) + 1 if above.size else 0
+    return (first + window) / len(losses) if first < len(means) else None
 
 
-def _draw(plan: Plan, judgments: dict[str, Judgment]) -> Any:
+def _draw(plan: Plan, judgments: dict[str, Judgment], diverged: dict[str, int]) -> Any:
     """Draw the difference of each arm with its interval, and the effect in question as a band."""
     figure, axes = new_figure(6.0, 1.4 + 0.34 * len(judgments))
     axes.axvspan(-plan.effect, plan.effect, color="0.92", label=f"effect of {plan.effect:g}")
@@ -288,7 +298,9 @@ def _draw(plan: Plan, judgments: dict[str, Judgment]) -> Any:
         if judgment.pairs:
             axes.plot(judgment.mean, row, "o", color=PALETTE[0])
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(judgments)), [f"{arm}: {format_word(j, plan)}" for arm, j in judgments.items()])
+    axes.set_yticks(
+        range(len(judgments)), [f"{a}: {format_word(j, plan, diverged.get(a))}" for a, j in judgments.items()]
+    )
     axes.set_ylim(len(judgments) - 0.5, -0.5)
     axes.set_xlabel("Loss difference (nats per token)")
     axes.legend(fontsize=8)
@@ -327,7 +339,7 @@ def build_pair_plan(paths: Sequence[Path], effect: float, baseline: str | None =
     """Build a table of the pairs that find an effect with probability 0.8, from the noise of finished runs.
 
     A grid of `seed` and `data.shuffle_seed` also gives the noise by source. Without one, the last row pools the
-    variances of all arms. Raises RunError if no arm has two pairs with the baseline.
+    arms with the same seeds, where most arms share them. Raises RunError if no arm has two pairs with the baseline.
     """
     arms, _ = load_arms(paths)
     grid_base, grids, grid_notes = find_grids(arms, baseline)
@@ -337,25 +349,31 @@ def build_pair_plan(paths: Sequence[Path], effect: float, baseline: str | None =
     base = find_baseline(finished, baseline)
     if base is None:
         raise RunError(f"{', '.join(map(str, paths))}: no Transformer without a memory; choose --baseline")
-    differences: dict[str, list[float]] = {}
+    differences: dict[str, dict[int, float]] = {}
     seconds: list[float] = []
     for arm, members in finished.items():
         pairs = compare_arms(arm, members, base, finished[base]).pairs if arm != base else []
         losses = [(read_losses(run), read_losses(other)) for run, other in pairs]
         column = OTHER if all(OTHER in ours and OTHER in theirs for ours, theirs in losses) else TRAINING
-        values = [ours[column][0] - theirs[column][0] for ours, theirs in losses if column in ours and column in theirs]
+        values = {
+            run["seed"]: ours[column][0] - theirs[column][0]
+            for (run, _), (ours, theirs) in zip(pairs, losses, strict=True)
+            if column in ours and column in theirs
+        }
         if len(values) > 1:
             differences[arm] = values
             seconds += _list_seconds(pairs)
     if not differences:
         raise RunError(f"{base}: no arm has two finished runs with the same seeds and data; train more seeds")
     hours = statistics.median(seconds) / 3600
-    lines = [_plan_row(arm, *estimate_deviation(values), effect, hours) for arm, values in differences.items()]
-    centered = [value - statistics.fmean(values) for values in differences.values() for value in values]
-    degrees = len(centered) - len(differences)
-    pooled = math.sqrt(math.fsum(value * value for value in centered) / degrees)
-    low, high = bound_deviation(degrees)
-    lines.append(_plan_row("all (pooled)", pooled, low * pooled, high * pooled, effect, hours))
+    lines = [
+        _plan_row(arm, *estimate_deviation(list(values.values())), effect, hours) for arm, values in differences.items()
+    ]
+    groups: dict[tuple[int, ...], list[list[float]]] = {}
+    for values in differences.values():
+        groups.setdefault(tuple(sorted(values)), []).append([values[seed] for seed in sorted(values)])
+    pooled = max(groups.values(), key=len)
+    lines.append(_plan_row(f"pooled ({len(pooled)} arms)", *pool_deviations(np.array(pooled)), effect, hours))
     return Report([_tabulate_plan(effect, lines)], [_describe_plan(base, effect)], [])
 
 
@@ -384,6 +402,6 @@ def _describe_plan(base: str, effect: float) -> str:
 
 
 def _plan_row(arm: str, deviation: float, low: float, high: float, effect: float, hours: float) -> list[str]:
-    pairs = count_pairs(effect, deviation) if deviation else MIN_PLANNED
+    pairs = count_pairs(effect, deviation)
     time = f"{pairs * hours:.1f}" if math.isfinite(hours) else ABSENT
     return [arm, f"{deviation:.4f} ({low:.4f} to {high:.4f})", str(pairs), time]

@@ -52,14 +52,17 @@ def build_question(names: list[str], overrides: list[str], memory: str) -> dict[
 def write_question(names: list[str], overrides: list[str], memory: str) -> Path:
     """Write the verdict's file for a memory with its controls and return its path. An existing file stays as it is.
 
-    Raises ConfigError if the existing file has other overrides.
+    Raises ConfigError if the existing file has another config or other overrides.
     """
     root = Path(compose(names, overrides).logging.root)
     name = "-".join(["verdict", *(Path(config).stem for config in names), memory])
     path, tree = root / name / QUESTION, build_question(names, overrides, memory)
     tree = {"name": name, "folder": str(Path.cwd())} | tree
     if path.is_file():
-        if (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("overrides", []) != overrides:
+        existing = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        if existing.get("config") != names:
+            raise ConfigError(f"{path}: is for the config {existing.get('config')}; move the folder elsewhere")
+        if existing.get("overrides", []) != overrides:
             raise ConfigError(f"{path}: has other overrides; change them there, or move the folder elsewhere")
     else:
         path.parent.mkdir(parents=True, exist_ok=True)

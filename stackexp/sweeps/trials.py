@@ -202,22 +202,27 @@ def read_claim(trial: Trial) -> Claim | None:
 # Objective
 
 
-def read_objective(trial: Trial, objective: str) -> tuple[float | None, str]:
-    """Return the objective of a finished trial, or None and the reason."""
+def read_objective(trial: Trial, objective: str, missing: float | None = None) -> tuple[float | None, str]:
+    """Return the objective of a finished trial, or None and the reason; `missing` for null, a number not finite."""
     try:
-        return get_number(trial.folder.read_result().to_dict(), objective), ""
+        return get_number(trial.folder.read_result().to_dict(), objective, missing), ""
     except RunError as error:
         return None, str(error)
 
 
-def get_number(result: dict[str, Any], path: str) -> float:
-    """Return the number at a dotted path of a result.json. Raises RunError that lists the keys found."""
+def get_number(result: dict[str, Any], path: str, missing: float | None = None) -> float:
+    """Return the number at a dotted path of a result.json. Raises RunError that lists the keys found.
+
+    `missing`, if any, is returned for null, which `write_json` writes for numbers that are not finite.
+    """
     node: Any = result
     for part in path.split("."):
         if not isinstance(node, dict) or part not in node:
             keys = ", ".join(node) if isinstance(node, dict) else repr(node)
             raise RunError(f"objective {path}: result.json has no {part!r}; it has {keys or 'nothing'}")
         node = node[part]
+    if node is None and missing is not None:
+        return missing
     if isinstance(node, bool) or not isinstance(node, int | float):
         raise RunError(f"objective {path}: expected a number in result.json, found {node!r}")
     return float(node)

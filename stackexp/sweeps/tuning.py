@@ -74,10 +74,9 @@ def _scale(unit: float, space: Space) -> Any:
     if space.values is not None:
         return space.values[int(unit * len(space.values))]
     low, high = space.low or 0.0, space.high or 0.0
-    if space.int:
-        return int(low + unit * (high - low + 1))
-    value = math.exp(math.log(low) + unit * math.log(high / low)) if space.log else low + unit * (high - low)
-    return float(f"{value:.3g}")
+    end = high + 1 if space.int else high
+    value = math.exp(math.log(low) + unit * math.log(end / low)) if space.log else low + unit * (end - low)
+    return min(math.floor(value), int(high)) if space.int else float(f"{value:.3g}")
 
 
 def choose_point(points: list[tuple[Values, list[float]]], effect: float) -> Values | None:

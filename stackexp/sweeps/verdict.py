@@ -4,7 +4,6 @@ Both stages are sweeps, <name>/tuning and <name>/pairs. <name>/verdict.json is w
 values, the seeds and the number of pairs.
 """
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -15,17 +14,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any
 
 from stackexp.config.compose import build_dataclass
-from stackexp.config.fields import Errors, option
 from stackexp.config.layers import find_origin, split_overrides
 from stackexp.config.yaml_files import Tree, display_path, read_file
-from stackexp.errors import ConfigError, RunError, StoppedError, suggest_name
+from stackexp.errors import ConfigError, RunError, StoppedError
 from stackexp.files import read_json, write_json
 from stackexp.runs import RunFolder
 from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, choose_batch, count_pairs, judge
-from stackexp.sweeps.schema import Resources, SweepConfig, Values, expand, format_value
+from stackexp.sweeps.question import FREE, VerdictConfig, scale_steps
+from stackexp.sweeps.schema import SweepConfig, Values, expand, format_value
 from stackexp.sweeps.sweep import STEPS, Sweep
 from stackexp.sweeps.trials import Trial, compute_config_hash, read_failure, read_objective
 from stackexp.sweeps.tuning import Tuned, Tuning, choose_point, estimate_noise, measure_speeds
@@ -34,85 +33,6 @@ from stackexp.sweeps.worker import run_sweep
 PLAN = "verdict.json"
 DIVERGED = re.compile(r"^step \d+: loss \S+ with gradient norm ")
 """The error of a training whose loss or gradient is not finite."""
-MAX_TUNED = 3
-"""Options that a file may tune for an arm: the learning rate and two more."""
-FREE = ("name", "folder", "each", "stop_when_decided", "interventions_chunks", "resources", "retries")
-"""Keys of the file that may change after the plan."""
-STEP_OPTIONS = ("_steps", "_interval")
-"""Endings of the options that --budget scales."""
-
-
-@dataclass
-class VerdictConfig:
-    """A question: which arms change the loss of the baseline? `effect` is the smallest difference of interest.
-
-    An arm is an entry of a sweep's `list`. Without `tuning`, all arms train with the options of the config. Without
-    `pairs`, their number follows from the noise between the tuning seeds, and is at most `max_pairs`. With `each`, the
-    question is asked again for every combination of these values.
-    """
-
-    name: Optional[str] = None  # of the folder <logging.root>/<name>; None: the file's name
-    config: Any = None
-    folder: Optional[str] = None
-    overrides: list[str] = field(default_factory=list)
-    arms: "list[dict[str, Any]]" = field(default_factory=list)
-    baseline: Optional[str] = None  # None: the first arm
-    effect: float = option(0.01, above=0)  # nats per token
-    equal: Literal["tokens", "time"] = "tokens"  # what all arms get as much of
-    score: str = "average.loss"  # path into result.json; lower is better
-    pairs: Optional[int] = option(None, min=MIN_PLANNED)
-    max_pairs: int = option(60, min=MIN_PLANNED)
-    stop_when_decided: bool = True  # false trains all pairs of every arm
-    first_seed: int = option(100, min=0)
-    each: dict[str, list[Any]] = field(default_factory=dict)
-    tuning: Optional[Tuning] = None
-    interventions_chunks: int = option(64, min=0)  # of each validation set; 0 measures no interventions
-    resources: Resources = field(default_factory=Resources)
-    retries: int = option(0, min=0)
-
-    def find_errors(self) -> Errors:
-        """Check the arms, their names, and that no tuning seed is a seed of the pairs."""
-        names = [entry.get("name") for entry in self.arms]
-        yield from self._find_each_errors()
-        if len(names) < 2:
-            yield "arms", "expected at least two"
-        for i, name in enumerate(names):
-            if not isinstance(name, str) or "=" in name:
-                yield f"arms[{i}].name", f"expected a name without '=', found {name!r}"
-            elif names.count(name) > 1:
-                yield f"arms[{i}].name", f"{name} is the name of two arms"
-            if "seed" in self.arms[i]:
-                yield f"arms[{i}].seed", "the verdict chooses the seeds; set first_seed and tuning.seeds"
-        if re.search("accuracy|^score_", self.score):
-            yield "score", f"{self.score} is an accuracy; expected a loss"
-        if self.baseline is not None and self.baseline not in names:
-            yield "baseline", f"no arm is named {self.baseline}{suggest_name(self.baseline, list(map(str, names)))}"
-        if self.tuning is None and self.pairs is None:
-            yield "pairs", "required without tuning, which measures the noise that their number depends on"
-        if self.tuning is None and self.equal == "time":
-            yield "tuning", "required for equal: time, because it measures the speed of each arm"
-        if self.tuning:
-            yield from self._find_tuning_errors(self.tuning, list(map(str, names)))
-
-    def _find_each_errors(self) -> Errors:
-        for key in self.each:
-            if key in ("seed", "name") or any(key in entry for entry in self.arms):
-                yield f"each.{key}", "chosen by the verdict, or set by an arm"
-
-    def _find_tuning_errors(self, tuning: Tuning, names: list[str]) -> Errors:
-        fresh = range(self.first_seed, self.first_seed + (self.pairs or self.max_pairs))
-        if self.pairs is None and len(tuning.seeds) < 2:
-            yield "tuning.seeds", "expected two or more, to measure the noise; or set pairs"
-        if used := [seed for seed in tuning.seeds if seed in fresh]:
-            yield "tuning.seeds", f"{used[0]} is also a seed of the pairs, {fresh[0]} to {fresh[-1]}"
-        for key, arm in ((key, arm) for key, space in tuning.space.items() for arm in space.arms):
-            if arm not in names:
-                yield f"tuning.space.{key}.arms", f"no arm is named {arm}{suggest_name(arm, names)}"
-        if self.equal == "time" and STEPS in tuning.space:
-            yield f"tuning.space.{STEPS}", "equal: time sets the steps of each arm; remove the key"
-        for name in names:
-            if (count := len(tuning.select_space(name))) > MAX_TUNED:
-                yield "tuning.space", f"{name} tunes {count} options; expected at most {MAX_TUNED}"
 
 
 @dataclass(frozen=True)
@@ -120,7 +40,8 @@ class Plan:
     """Decisions made before the first pair: the values of each arm, the number of pairs and the effect.
 
     `deviation` is the largest standard deviation of paired differences between tuning seeds; None if not measured.
-    `speeds` are the tokens per second of each arm that its steps follow from; None for equal tokens.
+    `speeds` are the tokens per second of each arm that its steps follow from; None for equal tokens. `runs` is the
+    first run of each arm, whose name has the hash of its config; plans of earlier versions have none.
     """
 
     question: dict[str, Any]  # the file without the keys that may change
@@ -128,6 +49,7 @@ class Plan:
     seeds: list[int]
     deviation: float | None = None
     speeds: dict[str, float] | None = None
+    runs: dict[str, str] = field(default_factory=dict)
     version: int = 1
 
     @property
@@ -158,14 +80,14 @@ class Stage:
     trials: dict[Key, Trial]
 
     def read_scores(self) -> dict[Key, float]:
-        """Return the scores of the trials that ended: inf for those whose loss was not finite.
+        """Return the scores of the trials that ended: inf for those whose loss or score was not finite.
 
         Raises RunError if a result has no such score.
         """
         scores = {}
         for key, trial in self.trials.items():
             if trial.folder.is_finished:
-                scores[key], problem = read_objective(trial, self.sweep.config.objective)
+                scores[key], problem = read_objective(trial, self.sweep.config.objective, missing=math.inf)
                 if problem:
                     raise RunError(f"{trial.folder.path}: {problem}")
             elif DIVERGED.search(read_failure(trial).get("cause", "")):
@@ -219,10 +141,16 @@ class Verdict:
         return self._build_stage("tuning", {run[:3]: run[3] for run in runs})
 
     def build_pairs(self, plan: Plan) -> "Stage":
-        """Return the stage of the pairs, seed by seed."""
-        return self._build_stage(
-            "pairs", {(arm, 0, seed): plan.values[arm] for seed in plan.seeds for arm in self.arms}
-        )
+        """Return the stage of the pairs, seed by seed. Raises ConfigError if a config is not that of the plan."""
+        runs = {(arm, 0, seed): plan.values[arm] for seed in plan.seeds for arm in self.arms}
+        stage = self._build_stage("pairs", runs)
+        found = {arm: stage.trials[arm, 0, plan.seeds[0]].name for arm in self.arms}
+        if changed := [arm for arm, name in plan.runs.items() if found[arm] != name]:
+            raise ConfigError(
+                f"{display_path(self.path)}: the config of {', '.join(changed)} changed since {self.folder / PLAN} was "
+                "written; undo the change, or give the file another name"
+            )
+        return stage
 
     def _build_stage(self, name: str, runs: dict["Key", Values]) -> "Stage":
         """Build a sweep whose trials are distinct; arms with the same config share theirs."""
@@ -244,7 +172,10 @@ class Verdict:
         """Compose every trial. Raises ConfigError for an invalid one."""
         plan = self.read_plan()
         _ = self.tuning
-        self.build_pairs(plan or self._build_plan({arm: {} for arm in self.arms}, MIN_PLANNED, None))
+        if plan is None:
+            self._build_plan({arm: {} for arm in self.arms}, MIN_PLANNED, None)
+        else:
+            self.build_pairs(plan)
 
     def _build_sweep(self, name: str, entries: list[Values], is_search: bool = False) -> Sweep:
         config = self.config
@@ -294,6 +225,8 @@ class Verdict:
         except TypeError:
             raise RunError(f"{path}: not a plan of this version; move the folder elsewhere") from None
         ours, fixed = self._describe_question(), {"equal": "tokens"} | plan.question  # older plans have fewer keys
+        if plan.version != Plan.version or not fixed.keys() <= ours.keys():
+            raise RunError(f"{path}: not a plan of this version; move the folder elsewhere")
         if changed := [key for key, value in fixed.items() if ours[key] != value]:
             raise ConfigError(
                 f"{display_path(self.path)}: {', '.join(changed)} changed since {path} was written; "
@@ -326,7 +259,7 @@ class Verdict:
                 )
             values[arm] = dict(best)
         if config.equal == "time":
-            speeds = measure_speeds(self._list_tuning_runs())
+            speeds = measure_speeds(self._list_tuning_runs(values))
             self._equalize_time(values, speeds)
         is_noise_known = config.tuning is not None and len(config.tuning.seeds) > 1
         deviation = estimate_noise(tuned, self.baseline) if is_noise_known else None
@@ -336,13 +269,16 @@ class Verdict:
             pairs = min(config.max_pairs, count_pairs(config.effect, deviation, LEVEL / (len(self.arms) - 1)))
         return self._build_plan(values, pairs, deviation, speeds)
 
-    def _list_tuning_runs(self) -> dict[str, list[RunFolder]]:
-        """Return the finished tuning runs of each arm."""
-        trials = self.tuning.trials if self.tuning else {}
-        return {
-            arm: [trial.folder for (name, _, _), trial in trials.items() if name == arm and trial.folder.is_finished]
-            for arm in self.arms
-        }
+    def _list_tuning_runs(self, values: dict[str, Values]) -> dict[str, list[RunFolder]]:
+        """Return the finished tuning runs of each arm with the chosen values."""
+        tuning, stage = self.config.tuning, self.tuning
+        assert tuning is not None
+        assert stage is not None
+        runs: dict[str, list[RunFolder]] = {arm: [] for arm in self.arms}
+        for (arm, i, _), trial in stage.trials.items():
+            if trial.folder.is_finished and tuning.draw_points(arm)[i] == values[arm]:
+                runs[arm].append(trial.folder)
+        return runs
 
     def _equalize_time(self, values: dict[str, Values], speeds: dict[str, float]) -> None:
         """Add to the values of each arm the steps that take as long as the baseline's, and the schedule for them."""
@@ -361,7 +297,9 @@ class Verdict:
         self, values: dict[str, Values], pairs: int, deviation: float | None, speeds: dict[str, float] | None = None
     ) -> Plan:
         seeds = list(range(self.config.first_seed, self.config.first_seed + pairs))
-        return Plan(self._describe_question(), values, seeds, deviation, speeds)
+        plan = Plan(self._describe_question(), values, seeds, deviation, speeds)
+        trials = self.build_pairs(plan).trials
+        return dataclasses.replace(plan, runs={arm: trials[arm, 0, seeds[0]].name for arm in self.arms})
 
     def _describe_question(self) -> dict[str, Any]:
         ours = dataclasses.asdict(self.config) | {"baseline": self.baseline}
@@ -393,10 +331,12 @@ class Verdict:
             if not before.keys() >= set(keys):
                 words = (f"{arm} {judgment.word}" for arm, judgment in judgments.items())
                 print(f"after {end} of {plan.pairs} pairs: {', '.join(words)}", flush=True)
-            stops = self.config.stop_when_decided
-            arms = [plan.baseline, *(arm for arm, j in judgments.items() if not (j.is_decided and stops))]
-            if len(arms) == 1:
-                break
+            if self.config.stop_when_decided:
+                diverged = find_diverged(plan, scores)
+                arms = [arm for arm, j in judgments.items() if not j.is_decided and arm not in diverged]
+                if not arms:
+                    break
+                arms = [plan.baseline, *arms]
         return True
 
     def _run_part(self, stage: Stage, keys: list[Key], launcher: str, max_parallel: int | None) -> bool:
@@ -443,7 +383,7 @@ def load_verdicts(path: Path, overrides: Iterable[str] = (), budget: float = 1.0
     """
     verdict = load_verdict(path, overrides)
     name = verdict.name + f"-budget-{budget:g}" * (budget != 1)
-    config = dataclasses.replace(_scale_steps(verdict.config, budget, path), name=name, each={})
+    config = dataclasses.replace(scale_steps(verdict.config, budget, path), name=name, each={})
     each = verdict.config.each
     verdicts = []
     for combination in itertools.product(*each.values()):
@@ -455,44 +395,31 @@ def load_verdicts(path: Path, overrides: Iterable[str] = (), budget: float = 1.0
     return verdicts
 
 
-def _scale_steps(config: VerdictConfig, budget: float, path: Path) -> VerdictConfig:
-    """Multiply the steps in overrides, arms and tuned values; at least 1 unless they are 0."""
-
-    def scale(key: str, value: Any) -> Any:
-        if not key.endswith(STEP_OPTIONS) or not isinstance(value, int | float):
-            return value
-        return max(min(value, 1), round(value * budget))
-
-    def scale_override(text: str) -> str:
-        key, _, value = text.partition("=")
-        return f"{key}={scale(key, int(value))}" if value.isdigit() else text
-
-    if budget == 1:
-        return config
-    if not any(text.startswith("trainer.max_steps=") for text in config.overrides):
-        raise ConfigError(f"{display_path(path)}: overrides: --budget requires trainer.max_steps=STEPS here")
-    tuning = copy.deepcopy(config.tuning)
-    for key, space in tuning.space.items() if tuning else ():
-        space.values = space.values and [scale(key, value) for value in space.values]
-        space.low, space.high = scale(key, space.low), scale(key, space.high)
-    return dataclasses.replace(
-        config,
-        overrides=list(map(scale_override, config.overrides)),
-        arms=[{key: scale(key, value) for key, value in arm.items()} for arm in config.arms],
-        tuning=tuning,
-    )
-
-
 def judge_pairs(plan: Plan, scores: dict[Key, float]) -> dict[str, Judgment]:
-    """Judge the arms by the scores of the finished pairs, in the order of the seeds, up to the first that is missing.
+    """Judge the arms by the scores of the finished pairs."""
+    arms = [arm for arm in plan.values if arm != plan.baseline]
+    return judge({arm: list_differences(plan, scores, arm) for arm in arms}, plan.pairs, plan.effect)
 
-    An arm's pairs also end before a run without a score, because an infinite difference has no deviation.
+
+def list_differences(plan: Plan, scores: dict[Key, float], arm: str, base: str | None = None) -> list[float]:
+    """Return the differences of two arms in the order of the seeds, up to the first pair that is missing or diverged.
+
+    An infinite difference has no deviation.
     """
-    differences: dict[str, list[float]] = {arm: [] for arm in plan.values if arm != plan.baseline}
-    for arm, values in differences.items():
-        for seed in plan.seeds:
-            pair = [scores.get((name, 0, seed), math.inf) for name in (arm, plan.baseline)]
-            if not all(map(math.isfinite, pair)):
-                break
-            values.append(pair[0] - pair[1])
-    return judge(differences, plan.pairs, plan.effect)
+    differences = []
+    for seed in plan.seeds:
+        difference = scores.get((arm, 0, seed), math.inf) - scores.get((base or plan.baseline, 0, seed), math.inf)
+        if not math.isfinite(difference):
+            break
+        differences.append(difference)
+    return differences
+
+
+def find_diverged(plan: Plan, scores: dict[Key, float]) -> dict[str, int]:
+    """Return the first seed at which an arm, or the baseline, has no finite score; only for arms with such a seed."""
+    infinite = [(arm, seed) for (arm, _, seed), score in scores.items() if not math.isfinite(score)]
+    return {
+        arm: min(seeds)
+        for arm in plan.values
+        if arm != plan.baseline and (seeds := [seed for name, seed in infinite if name in (arm, plan.baseline)])
+    }
