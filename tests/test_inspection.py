@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from browser import CHROMIUM, Browser, poll
+from small_models import make_model
 from stack_memories import decoder_config
+from torch.nn.functional import cross_entropy
 
 from stackexp.config.memory import (
     AttentionResidualConfig,
@@ -16,6 +18,7 @@ from stackexp.config.memory import (
     ResidualStackConfig,
     ValueSkipConfig,
 )
+from stackexp.datamodules.formal_language import LengthSet, build_batch
 from stackexp.errors import ConfigError, RunError
 from stackexp.inspection.inspect import StackMeans, average_values, draw_maps, format_means, format_page
 from stackexp.inspection.interventions import (
@@ -42,6 +45,7 @@ from stackexp.models.stack_recording import (
 )
 from stackexp.models.transformer import Transformer
 from stackexp.stack import use_implementation
+from stackexp.tasks import TASKS
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 7, 8, 9, 10, 1]])
 BATCHES = [{"tokens": TOKENS, "length": torch.tensor([6, 4])}]
@@ -242,6 +246,22 @@ def test_a_memory_with_its_output_dropped_is_the_plain_transformer(kind):
     dropped, _ = compute_losses(plain, BATCHES)
     assert change == {"dropped output": pytest.approx((dropped - losses).sum() / counts.sum(), abs=1e-12)}
     assert abs(change["dropped output"]) > 1e-6
+
+
+def test_positions_without_a_target_do_not_count():
+    """Most positions of MQAR have none."""
+    task = TASKS["mqar_4"]
+    batch = build_batch(LengthSet(task, "validate", 64, 2).sample(), task)
+    model = make_model(vocab_size=task.vocab_size, output_vocab_size=task.num_answer_symbols)
+    losses, counts = compute_losses(model, [batch])
+    assert counts.tolist() == [4.0, 4.0]
+    with torch.no_grad():
+        logits = model(batch["tokens"]).logits[:, -batch["targets"].shape[1] :]
+    own = [
+        cross_entropy(row[row_targets >= 0], row_targets[row_targets >= 0]).item()
+        for row, row_targets in zip(logits, batch["targets"], strict=True)
+    ]
+    assert losses / counts == pytest.approx(own, rel=1e-6)
 
 
 def test_forced_actions_equal_push_only_and_hardened_actions_large_logits():
