@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from forks import Forks
@@ -13,6 +14,8 @@ from torch import nn
 from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
+from stackexp.evaluation.request import ResumableEvaluation
+from stackexp.files import read_json_lines
 from stackexp.frame import list_rows, load_runs
 from stackexp.models import checkpoints
 from stackexp.models.checkpoints import write_weights
@@ -117,6 +120,20 @@ def test_every_reader_of_weights_takes_the_average(averaged, tiny, tmp_path, cap
     weights = f"warm_start.weights={run}/checkpoints/00000016/ema"
     assert main(["fit", "--config", str(tiny), "name=next", "trainer.max_steps=3", weights]) == 0
     assert f"weights from {run}/checkpoints/00000016/ema" in capsys.readouterr().out.replace("\n" + " " * 12, " ")
+
+
+def test_saved_sets_are_those_of_the_final_weights(tiny, tmp_path, monkeypatch):
+    """Without a validation after the last step, both weights are scored with the same trainer."""
+    monkeypatch.setattr(ResumableEvaluation, "delete_partial_results", lambda evaluation: None)  # as after a kill
+    assert main(["fit", "--config", str(tiny), *OPTIONS, "trainer.val_check_interval=null"]) == 0
+    run = only_run(tmp_path / "runs")
+    result = run.read_result().to_dict()
+    for name, scores in result["sets"].items():
+        nats, counts = np.load(run.path / "validate.chunks" / f"{name}.npy")
+        assert nats.sum() / counts.sum() == pytest.approx(scores["loss"], abs=1e-9)
+        assert scores["loss"] != result["ema"]["sets"][name]["loss"]
+    saved = read_json_lines(run.path / "validate.partial.jsonl")
+    assert [(line["set"], line["figures"]) for line in saved] == list(result["sets"].items())
 
 
 def test_mistakes_are_one_line(averaged, trained, tiny, tmp_path, capsys):

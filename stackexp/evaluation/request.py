@@ -217,13 +217,17 @@ class ResumableEvaluation(pl.Callback):
             self._write_chunk_losses(name, module)
         if len(self._scored) == len(self._names):
             return
-        trainer.callbacks.append(self)  # type: ignore[attr-defined]  # set by Lightning without a type
-        self._data.skipped_sets = frozenset(self._scored)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set without a type
         evaluate = trainer.validate if self._stage == "validate" else trainer.test
         delay = 0 if sys.stderr.isatty() else QUIET_SECONDS
-        with open_bar(unit="batch", delay=delay, disable=not self._is_shown) as self._bar:
-            evaluate(module, self._data, verbose=False)
-        self._data.skipped_sets = frozenset()
+        callbacks.append(self)
+        self._data.skipped_sets = frozenset(self._scored)
+        try:
+            with open_bar(unit="batch", delay=delay, disable=not self._is_shown) as self._bar:
+                evaluate(module, self._data, verbose=False)
+        finally:
+            self._data.skipped_sets = frozenset()
+            callbacks.remove(self)  # the next evaluation with this trainer may be of other weights
         self._scored |= module.set_metrics
 
     @property
