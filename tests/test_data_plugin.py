@@ -3,11 +3,15 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from records import losses, record
 
 from stackexp.cli import main
+from stackexp.config import compose
+from stackexp.config.registry import build
 from stackexp.data import hash_log
+from stackexp.data.bigrams import BigramModel
 from stackexp.datamodules.base import StepBatches, check_resumable
 from stackexp.errors import RunError
 from stackexp.runs import RunFolder
@@ -35,6 +39,12 @@ def test_a_dataset_in_a_plugin_trains_validates_and_resumes():
     assert hash_log.read_hashes(whole.path) == hash_log.read_hashes(resumed.path)
     assert main(["validate", "--run", str(whole.path)]) == 0
     assert main([*fit, "name=branch", "data.stride=2", "--ckpt_path", checkpoint]) == 1, "another dataset"
+
+    data = build("data", compose.load_config(whole.config).data, seed=0)
+    model = BigramModel([data.sample(step)["tokens"].numpy() for step in range(1, 7)], vocab_size=50)
+    losses_by_chunk = [model.compute_losses(chunk) for chunk in data.sets("validate")[0].chunks]
+    bigrams = whole.read_result().to_dict()["bigrams"]
+    assert bigrams["average"]["loss"] == pytest.approx(np.mean(losses_by_chunk)), "counts of the tokens trained on"
 
 
 def test_a_training_loader_without_a_state_is_refused():

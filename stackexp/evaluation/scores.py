@@ -96,13 +96,12 @@ def score_bigrams(config: ExperimentConfig, data: Any) -> dict[str, Scores]:
     trainer = data.trainer
     try:
         data.trainer = SimpleNamespace(global_rank=0, world_size=1, num_devices=1, global_step=0)  # all a loader reads
-        loader = data.train_dataloader()
+        epochs = itertools.chain.from_iterable(itertools.repeat(data.train_dataloader()))
+        num_batches = config.total_tokens // (config.micro_batch_size * config.data.context_length)
+        batches = (batch["tokens"].numpy() for batch in itertools.islice(epochs, num_batches))
+        model = BigramModel(batches, config.data.vocab_size)
     finally:
         data.trainer = trainer
-    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
-    num_batches = config.total_tokens // (config.micro_batch_size * config.data.context_length)
-    batches = (batch["tokens"].numpy() for batch in itertools.islice(epochs, num_batches))
-    model = BigramModel(batches, config.data.vocab_size)
     scores = {}
     for dataset in data.sets("validate"):
         total, count = 0.0, 0
