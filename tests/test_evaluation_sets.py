@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
+from corpora import prepare_set
 from evaluation_files import (
     IDS,
     TEXTS,
@@ -250,6 +251,21 @@ def test_bytes_are_those_of_the_text_for_every_tokenizer(tmp_path, train):
         dataset = open_one(tmp_path / name, tokenizer)
         is_known = dataset.has_exact_bytes or bool(dataset.bytes_per_token)
         assert is_known == (train is train_with_normalization)
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 1 << 20])
+def test_bytes_are_unknown_if_those_of_one_file_of_ids_are(tmp_path, unit_bytes):
+    train_with_spaces_in_bytes().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = KnownTokenizer.read(tmp_path / "tokenizer.json")
+    for name, text in {"a": "withoutspaces\n", "b": "with spaces\n"}.items():
+        write_raw(tmp_path / "ids" / f"{name}.npy", [*tokenizer.tokenizer.encode(text).ids, 1] * 9)
+    options = {"tokenizer": tokenizer.path, "context_length": T, "unit_bytes": unit_bytes}
+    assert prepare_set(tmp_path / "ids" / "a.npy", tmp_path / "a", **options).bytes == 9 * len("withoutspaces\n")
+    assert prepare_set(tmp_path / "ids", tmp_path / "both", **options).bytes == 0
+    assert len(list((tmp_path / "both").glob("unit.*"))) == (2 if unit_bytes == 1 else 1)
+    dataset = open_one(tmp_path / "both", tokenizer)
+    assert not dataset.bytes_per_token
+    assert not dataset.has_exact_bytes, "although the first file is exact"
 
 
 def test_without_a_tokenizer_text_bytes_come_from_the_record(tmp_path):

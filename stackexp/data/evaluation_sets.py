@@ -170,7 +170,7 @@ def open_set(name: str, path: Path, config: DataConfig, tokenizer: KnownTokenize
         raise RunError(f"{message}; {'use a longer text' if config.score_remainder else remedy}")
     is_exact = tokenizer is not None and (
         has_exact_bytes(tokenizer.tokenizer)
-        or (not bytes_per_token and decodes_exactly(tokenizer.tokenizer, tokens))  # exact for this set
+        or (bytes_per_token is None and decodes_exactly(tokenizer.tokenizer, tokens))  # exact for this set
     )
     return EvaluationSet(name, path, chunks, bytes_per_token, is_exact, identity)
 

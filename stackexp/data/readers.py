@@ -139,6 +139,7 @@ class TokenBlock(NamedTuple):
     ids: np.ndarray
     documents: int
     bytes: int
+    has_known_bytes: bool = True
 
 
 class FilteredOut(NamedTuple):

@@ -42,7 +42,7 @@ class Corpus:
     context_length: int
     documents: int
     tokens: int  # including one end-of-text token per document
-    bytes: int  # UTF-8 size of the text
+    bytes: int  # UTF-8 size of the text; 0 if that of any source is unknown
     sequences: int
     dropped_tokens: int  # too few at the end to fill a sequence
     bad_lines: int

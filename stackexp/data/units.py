@@ -56,7 +56,7 @@ class Unit:
 
     documents: int = 0
     tokens: int = 0
-    bytes: int = 0
+    bytes: int | None = 0  # None: unknown
     bad_lines: int = 0
     filtered_documents: int = 0
     cut_documents: int = 0  # see `Corpus`
@@ -123,7 +123,7 @@ def write_unit(
     for block in tokenize_pieces(_count_others(items, unit, folder / BAD_LINES), tokenizer):
         (packer if packing == "best_fit" else writer).write(block.ids)
         unit.documents += block.documents
-        unit.bytes += block.bytes
+        unit.bytes = None if unit.bytes is None or not block.has_known_bytes else unit.bytes + block.bytes
         unit.tokens += len(block.ids)
     rest = packer.close()
     unit.tail = [*rest.tolist(), *writer.close().tolist()]  # one of them is empty
@@ -239,13 +239,13 @@ class UnitWriter:
     def _read_tokens(self, source: Source) -> Iterator[TokenBlock]:
         """Yield the ids of a token file in order, adding end-of-text if it does not end with it."""
         end, vocab_size = get_end_of_text_id(self.tokenizer), get_vocab_size(self.tokenizer)
-        text_bytes, documents, last = count_token_bytes(self.tokenizer), 0, end
+        text_bytes, has_known_bytes, documents, last = count_token_bytes(self.tokenizer), True, 0, end
         file = TokenFile(source.path, dtype=self.job.dtype, vocab_size=vocab_size)
         for ids in file.read_blocks(vocab_size, end=end):
             if not documents and not has_exact_bytes(self.tokenizer) and not decodes_exactly(self.tokenizer, ids):
-                text_bytes = np.zeros_like(text_bytes)  # unknown without the text
+                has_known_bytes = False  # they are those of the text
             ends = int((ids == end).sum())
-            yield TokenBlock(ids, ends, int(text_bytes[ids].sum()))
+            yield TokenBlock(ids, ends, int(text_bytes[ids].sum()), has_known_bytes)
             documents, last = documents + ends, ids[-1]
             self.advance(ids.nbytes)
         if last != end:
@@ -350,13 +350,14 @@ def merge_units(
     for unit in units:
         writer.write(np.array(unit.tail, writer.dtype))
     dropped, tokens = len(writer.close()), sum(unit.tokens for unit in units)
+    sizes = [unit.bytes for unit in units if unit.bytes is not None]
     corpus = Corpus(
         tokenizer=fingerprint,
         vocab_size=vocab_size,
         context_length=context_length,
         documents=sum(unit.documents for unit in units),
         tokens=tokens,
-        bytes=sum(unit.bytes for unit in units),
+        bytes=sum(sizes) if len(sizes) == len(units) else 0,
         sequences=(tokens - dropped) // context_length,
         dropped_tokens=dropped,
         bad_lines=sum(unit.bad_lines for unit in units),
