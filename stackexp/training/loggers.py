@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -114,13 +115,53 @@ def open_logger(logger: Logger, config: ExperimentConfig, run: RunFolder) -> Non
     _ = logger.experiment if hasattr(logger, "experiment") else None
 
 
-def find_first_step(logger: Logger, logged: int) -> int:
-    """Return the first step whose lines a logger still needs; earlier sessions have logged up to step `logged`."""
+@dataclass(frozen=True)
+class SentLines:
+    """The lines that a logger has received: all before `step`, and those of `step` with `tags`."""
+
+    step: int = 0
+    tags: frozenset[str] = frozenset()
+
+    def include(self, line: dict[str, Any]) -> bool:
+        """Return True if the logger has received a line, which a resumed run may repeat with slightly other tags."""
+        return line["step"] < self.step or (line["step"] == self.step and not self.tags.isdisjoint(line))
+
+
+def find_sent_lines(logger: Logger, run: RunFolder) -> SentLines:
+    """Return the lines that earlier sessions have sent to an open logger.
+
+    The run folder must still have the lines that are newer than the checkpoint from which the run resumes.
+    """
+    if isinstance(logger, RunTensorBoard | CSVLogger):
+        return SentLines()  # their files are written again
     if isinstance(logger, WandbLogger):  # 0 offline: each offline session logs all lines
-        return logger.experiment.summary.get("trainer/global_step", 0)
+        step = logger.experiment.summary.get("trainer/global_step", 0)
+    elif isinstance(logger, MLFlowLogger):
+        step = max((point.step for point in _read_points(logger, TRAIN_LOSS)), default=0)
+    else:
+        step = max((line["step"] for line in run.read_metrics()), default=0)
+    lines = [_select_tags(line) for line in run.read_metrics() if line["step"] == step]
+    return SentLines(step, frozenset(tag for tags in lines if _has_received(logger, step, tags) for tag in tags))
+
+
+def _has_received(logger: Logger, step: int, tags: dict[str, float]) -> bool:
+    """Return True if a logger, whose newest step is `step`, has the values of a line of this step.
+
+    A kill may have been between two lines of a step. Loggers of the user are assumed to have received both.
+    """
+    if isinstance(logger, WandbLogger):
+        return all(logger.experiment.summary.get(tag) == value for tag, value in tags.items())
     if isinstance(logger, MLFlowLogger):
-        return max((point.step for point in logger.experiment.get_metric_history(logger.run_id, TRAIN_LOSS)), default=0)
-    return 0 if isinstance(logger, RunTensorBoard | CSVLogger) else logged
+        return any(point.step == step for tag in tags for point in _read_points(logger, tag))
+    return True
+
+
+def _read_points(logger: MLFlowLogger, tag: str) -> list[Any]:
+    return logger.experiment.get_metric_history(logger.run_id, tag)
+
+
+def _select_tags(line: dict[str, Any]) -> dict[str, float]:
+    return {tag: value for tag, value in line.items() if tag not in NOT_TAGS and value is not None}
 
 
 def send_line(logger: Logger, line: dict[str, Any]) -> None:
@@ -243,7 +284,7 @@ class RunTensorBoard(TensorBoardLogger):
 
     def log_line(self, line: dict[str, Any]) -> None:
         """Write one line of metrics.jsonl: tags by step, losses again in the group `loss`, training loss by tokens."""
-        tags = {tag: value for tag, value in line.items() if tag not in NOT_TAGS and value is not None}
+        tags = _select_tags(line)
         tags |= {first: tags[tag] for tag, first in FIRST_TAGS.items() if tag in tags}
         values = [value for tag in tags for value in scalar(tag, tags[tag]).value]
         # One event for all tags: passing an event to the writer's thread takes longer than making it.

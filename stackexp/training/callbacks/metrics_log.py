@@ -26,9 +26,10 @@ from stackexp.training.callbacks.steps import StepCallback
 from stackexp.training.loggers import (
     FINAL_LOSS,
     RunTensorBoard,
+    SentLines,
     build_layout,
     close_logger,
-    find_first_step,
+    find_sent_lines,
     open_logger,
     send_line,
 )
@@ -53,7 +54,7 @@ class MetricsLog(StepCallback):
         """Create the log; `list_score_tags` returns the tags of the HParams tab for the names of validation sets."""
         self._run, self._config, self._list_score_tags = run, config, list_score_tags
         self._loggers = list(loggers)
-        self._first_steps: dict[Logger, int] = {}  # the first step whose lines a logger still needs
+        self._sent: dict[Logger, SentLines] = {}  # by sessions before this one
         self.last_line: dict[str, Any] = {}
 
     def open_loggers(self, trainer: pl.Trainer) -> None:
@@ -67,12 +68,15 @@ class MetricsLog(StepCallback):
         super().on_train_start(trainer, module)
         if not trainer.is_global_zero:
             return
-        logged = max((line["step"] for line in self._run.read_metrics()), default=0)
+        self._call_loggers(self._find_sent_lines)
         self._run.truncate_after(self._step)
         self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115
-        self._call_loggers(lambda logger: self._start_logger(logger, trainer, logged))
+        self._call_loggers(lambda logger: self._start_logger(logger, trainer))
 
-    def _start_logger(self, logger: Logger, trainer: pl.Trainer, logged: int) -> None:
+    def _find_sent_lines(self, logger: Logger) -> None:
+        self._sent[logger] = find_sent_lines(logger, self._run)
+
+    def _start_logger(self, logger: Logger, trainer: pl.Trainer) -> None:
         if isinstance(logger, RunTensorBoard):
             names = [dataset.name for dataset in trainer.datamodule.sets("validate")]
             sessions = json.dumps(self._run.read_sessions(), indent=2)
@@ -80,7 +84,6 @@ class MetricsLog(StepCallback):
             hyperparameters = select_options(flatten_config(self._config), ["training", "continuation"])
             tags = [TRAIN_LOSS, FINAL_LOSS, *self._list_score_tags(names)]
             logger.start(build_layout(self._config.data.objective, names), texts, hyperparameters, tags)
-        self._first_steps[logger] = find_first_step(logger, logged)
         for line in self._run.read_metrics():
             self._send(logger, line)
 
@@ -102,8 +105,8 @@ class MetricsLog(StepCallback):
         self._call_loggers(lambda logger: self._send(logger, line))
 
     def _send(self, logger: Logger, line: dict[str, Any]) -> None:
-        """Send a line, unless a session before this one has sent the step, which a resumed run repeats."""
-        if line["step"] >= self._first_steps[logger]:
+        """Send a line, unless a session before this one has sent it; a resumed run repeats lines."""
+        if not self._sent[logger].include(line):
             send_line(logger, line)
 
     def _call_loggers(self, call: Callable[[Logger], None]) -> None:
