@@ -322,14 +322,16 @@ def test_a_damaged_index_of_megatron_is_one_line(tokenizer, ids, tmp_path, chang
     assert_refused(tmp_path / "a.bin", tmp_path / "to", message, tokenizer=tokenizer)
 
 
-def test_other_readers_of_token_files_read_megatron(tokenizer, ids, tmp_path, capsys):
+@pytest.mark.parametrize(("name", "index"), [("a.bin", "a.idx"), ("a.BIN", "a.idx"), ("a.BIN", "a.IDX")])
+def test_other_readers_of_token_files_read_megatron(tokenizer, ids, tmp_path, capsys, name, index):
     folder = tmp_path / "source"
     folder.mkdir()
-    write_megatron(folder / "a.bin", ids, append_eod=False)
-    assert np.array_equal(TokenFile(folder / "a.bin").tokens, ids[ids != 0])
+    write_megatron(folder / name, ids, append_eod=False)
+    (folder / "a.idx").rename(folder / index)
+    assert np.array_equal(TokenFile(folder / name).tokens, ids[ids != 0])
     command = ["data", "retokenize", str(folder), "--to", str(tmp_path / "to")]
     assert main([*command, "--from", str(tokenizer), "--tokenizer", str(tokenizer)]) == 0
-    assert np.array_equal(TokenFile(tmp_path / "to" / "a.bin").tokens, ids)
+    assert np.array_equal(TokenFile(tmp_path / "to" / name).tokens, ids)
     prepare_set(folder, tmp_path / "set", tokenizer=tokenizer)
     assert "not read" not in capsys.readouterr().err, "the index is not a source that was skipped"
 

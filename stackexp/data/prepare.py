@@ -19,7 +19,7 @@ from stackexp.data.packing import Packing
 from stackexp.data.readers import ALL_TEXT, Columns, Piece, check_columns, read_pieces
 from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet
 from stackexp.data.sources import TOKEN_SUFFIXES, Source, find_sources, walk
-from stackexp.data.token_files import TokenFile
+from stackexp.data.token_files import TokenFile, find_megatron_index
 from stackexp.data.tokenizer import (
     KnownTokenizer,
     compute_fingerprint,
@@ -201,7 +201,7 @@ def _delete_units(folder: Path, keep: set[str]) -> None:
 def _report_skipped(source: Path, sources: list[Source]) -> None:
     """Print how many files of the folder have a suffix that is not read: they may be data in another format."""
     files = {str(path) for path in walk(source)} if source.is_dir() else set()
-    files -= {str(Path(source.path).with_suffix(".idx")) for source in sources if source.has_tokens}  # Megatron's
+    files -= {str(find_megatron_index(Path(source.path))) for source in sources}
     if skipped := sorted(files - {source.path for source in sources}):
         suffixes = ", ".join(sorted({Path(path).suffix for path in skipped})[:8])
         print(f"files not read: {len(skipped)} with other suffixes ({suffixes}), such as {skipped[0]}", file=sys.stderr)

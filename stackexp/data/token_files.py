@@ -120,8 +120,7 @@ class TokenFile:
             if size != LLM_C_HEADER_BYTES + count * kind.itemsize:
                 raise RunError(f"{self.name}: {size:,} bytes, but its header has {count:,} token ids; {REMEDY}")
             return np.memmap(self.path, kind, "r", LLM_C_HEADER_BYTES, (count,))
-        index = self.path.with_suffix(".idx")
-        if self.path.suffix == ".bin" and index.is_file():
+        if index := find_megatron_index(self.path):
             kind, self.document_ends = read_megatron_index(index, self.path, size)
             return np.memmap(self.path, kind, "r")
         is_unknown = self.record is None and dtype is None
@@ -176,6 +175,12 @@ class TokenFile:
         first, last = np.searchsorted(self.document_ends, (begin, begin + len(ids)), "right")
         ends = self.document_ends[first:last] - begin
         return np.insert(ids, ends[ids[ends - 1] != end], end)
+
+
+def find_megatron_index(path: Path) -> Path | None:
+    """Return the .idx next to a .bin, both in lower or upper case, or None."""
+    indexes = [path.with_suffix(suffix) for suffix in (".idx", ".IDX") if path.suffix.lower() == ".bin"]
+    return next(filter(Path.is_file, indexes), None)
 
 
 def read_megatron_index(path: Path, tokens: Path, size: int) -> tuple[np.dtype, np.ndarray]:
