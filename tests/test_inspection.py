@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from browser import CHROMIUM, Browser, poll
 from small_models import make_model
 from stack_memories import decoder_config
+from tokenizers import processors
 from torch.nn.functional import cross_entropy
 
 from stackexp.config.memory import (
@@ -18,9 +20,10 @@ from stackexp.config.memory import (
     ResidualStackConfig,
     ValueSkipConfig,
 )
+from stackexp.data.tokenizer import train_tokenizer
 from stackexp.datamodules.formal_language import LengthSet, build_batch
 from stackexp.errors import ConfigError, RunError
-from stackexp.inspection.inspect import StackMeans, average_values, draw_maps, format_means, format_page
+from stackexp.inspection.inspect import StackMeans, average_values, draw_maps, format_means, format_page, open_text
 from stackexp.inspection.interventions import (
     Intervention,
     check_heads,
@@ -411,6 +414,19 @@ def test_losses_are_those_of_the_tokens():
 
 
 ODD_TOKENS = ["</script><b>", "<!--<script>", '"', "\u2028", "é", "x"]
+
+
+def test_a_text_gets_the_tokens_of_training_without_special_ones():
+    """Training data is encoded without the <s> that a post-processor adds."""
+    tokenizer = train_tokenizer(["a b c"], 300)
+    ids = tokenizer.encode("a b").ids
+    tokenizer.add_special_tokens(["<s>"])
+    start = ("<s>", tokenizer.token_to_id("<s>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[start])
+    data = SimpleNamespace(objective="language_modeling", context_length=8)
+    inputs = open_text(SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(data=data)), "a b")
+    assert inputs.batches[0]["tokens"].tolist() == [ids]
+    assert "".join(inputs.labels) == "a b"
 
 
 def test_page_embeds_any_token():

@@ -153,7 +153,8 @@ def open_text(run: LoadedRun, text: str) -> InspectionInput:
         raise ConfigError("inspect: --text requires a model of text; use --task for one of formal languages")
     if run.config.data.objective == "arithmetic":
         check_symbols("inspect: --text", text)
-    ids = run.tokenizer.encode(text).ids[: run.config.data.context_length]
+    encoding = run.tokenizer.encode(text, add_special_tokens=False)  # as in the training data
+    ids = encoding.ids[: run.config.data.context_length]
     if len(ids) < 2:
         raise ConfigError("inspect: --text has fewer than two tokens; give a longer text")
     batch = {"tokens": torch.tensor([ids]), "length": torch.tensor([len(ids)])}
