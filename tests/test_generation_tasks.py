@@ -58,16 +58,18 @@ def test_sources_agree_with_enumeration(name):
             assert compute_entropy(name, length) == pytest.approx(entropy, abs=1e-9)
 
 
-def test_the_bound_is_the_cross_entropy_of_the_source():
-    """Marked reversal of 2 n + 1 symbols is one of 2^n strings and 40 lengths, over 2 n + 2 predictions."""
+@pytest.mark.parametrize(("max_length", "num_lengths"), [(80, 40), (39, 20)])
+def test_the_bound_is_the_cross_entropy_of_the_source(max_length, num_lengths):
+    """Marked reversal of 2 n + 1 symbols is one of 2^n strings and of the lengths trained on, over 2 n + 2 symbols."""
     task = TASKS["generate_marked_reversal"]
-    assert task.entropy(81) == pytest.approx((40 * math.log(2) + math.log(40)) / 82)
-    assert task.entropy(82) == task.entropy(81)
+    expected = (40 * math.log(2) + math.log(num_lengths)) / 82
+    assert task.entropy(81, max_length) == task.entropy(82, max_length) == pytest.approx(expected)
     assert TASKS["generate_hardest"].entropy is None
     objective = FormalLanguageObjective.__new__(FormalLanguageObjective)
-    objective.config = compose(["formal/lstm"], ["data.task=generate_marked_reversal"])
+    options = ["data.task=generate_marked_reversal", f"data.max_length={max_length}"]
+    objective.config = compose(["formal/lstm"], options)
     record = objective._summarize_lengths({"length_081": {"accuracy": 0.5, "loss": 1.0}})
-    assert record["loss_above_entropy"] == {"81": pytest.approx(1 - task.entropy(81))}
+    assert record["loss_above_entropy"] == {"81": pytest.approx(1 - expected)}
     batch = task.sample(np.random.default_rng(0), 4, 20)
     assert (batch.inputs[:, 0] == 3).all()
     assert (batch.targets[:, -1] == 3).all()

@@ -49,7 +49,8 @@ class Task:
     validation_max_length: int = 60  # default of data.validation_max_length
     eval_max_length: int = 500  # default of data.eval_max_length
     rivals: Sequence[int] | None = None  # output ids that accuracy compares (see Transduction); None compares all
-    entropy: Callable[[int], float] | None = None  # lowest possible loss at a length, in nats per answer symbol
+    # From a length and the longest training length to the lowest possible loss, in nats per answer symbol
+    entropy: Callable[[int, int], float] | None = None
     solve: Callable[[np.ndarray], np.ndarray] | None = None  # from any strings [B, L] to answers; None: not all valid
 
     @property

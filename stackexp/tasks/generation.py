@@ -8,9 +8,9 @@ with equal probability where both are possible.
 The context-free languages are those of DuSell & Chiang 2020 (arXiv 2010.04674), with their grammars and mean lengths.
 The model reads a start symbol and the string, and predicts each next symbol and the end. A string of a given length is
 drawn from the grammar's distribution over strings of that length. `Task.entropy` is, as published, the cross entropy of
-the source: the entropy of the string given its length plus the log of the number of lengths, per predicted symbol.
-The number of lengths is that of the default training lengths. The grammar of the hardest language is ambiguous: its
-source has no closed form, so `entropy` is None and its loss can only be compared between models.
+the source: the entropy of the string given its length plus the log of the number of training lengths, per predicted
+symbol. The grammar of the hardest language is ambiguous: its source has no closed form, so `entropy` is None and its
+loss can only be compared between models.
 Differences: trained on up to 80 symbols (published: 40 to 80), so that a curriculum is possible; tested to 200
 (published: 100).
 """
@@ -244,9 +244,9 @@ def compute_entropy(name: str, length: int) -> float:
 
 def register_context_free(name: str, language: Language) -> None:
     """Register the language model of a context-free language."""
-    lengths = {language.fit(n) for n in range(language.min_length, MAX_LENGTH + 1)}
 
-    def compute_bound(length: int) -> float:
+    def compute_bound(length: int, max_length: int) -> float:
+        lengths = {language.fit(n) for n in range(language.min_length, max_length + 1)}
         length = language.fit(length)
         return (compute_entropy(name, length) + math.log(len(lengths))) / (length + 1)
 

@@ -136,8 +136,9 @@ class FormalLanguageObjective(Objective):
             "accuracy": accuracy,
         }
         if entropy := TASKS[self.config.data.task].entropy:
-            losses = zip(accuracy, (figures["loss"] for figures in sets.values()), strict=True)
-            record["loss_above_entropy"] = {length: loss - entropy(int(length)) for length, loss in losses}
+            longest, losses = self.config.data.max_length, (figures["loss"] for figures in sets.values())
+            excess = {n: loss - entropy(int(n), longest) for n, loss in zip(accuracy, losses, strict=True)}
+            record["loss_above_entropy"] = excess
         return record
 
     def _summarize_test(self, sets: Sets) -> dict[str, Any]:
