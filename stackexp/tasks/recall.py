@@ -5,8 +5,14 @@ key is its value. As published, the gaps before repeated keys follow a power law
 8, 16 or 64 pairs have 64, 128, 256 or 512 symbols, and the vocabulary has 8,192: keys in the first half, values in the
 second. `mqar_4_small` and so on have a vocabulary of 64 symbols (256 for 64 pairs), for small models on CPUs.
 
-Differences: a shorter string has fewer pairs, at most a third of its length, and the output ids are the values alone.
-`data.longest_fraction=1` trains at the published length alone.
+Differences from the published generator (HazyResearch/zoology, commit d88d6f5, zoology/data/multiquery_ar.py):
+- Repeated keys may follow directly: with N symbols after the pairs, gaps are 0..N-1. There, gaps are the even numbers
+  below N, with the power law over their halves, so no two of these keys are neighbors.
+- The order of the repeated keys does not depend on that of the pairs. There, earlier pairs tend to shorter gaps.
+- Symbol 0 is a key like others. There, it is never a key.
+- A shorter string has fewer pairs, at most a third of its length. `data.longest_fraction=1` trains at the published
+  length alone.
+- The output ids are the values alone.
 """
 
 from __future__ import annotations
