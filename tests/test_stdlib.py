@@ -94,18 +94,18 @@ def start(**kwargs) -> subprocess.Popen:
 def test_killed_preparation_leaves_no_set(cache):
     for _ in range(5):  # the machine may finish before the kill
         process = start()
-        while not list(cache.glob("*.tmp/train")) and process.poll() is None:
+        while not list(cache.glob(".stdlib-*/train")) and process.poll() is None:
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        if hit := bool(list(cache.glob("stdlib-*.tmp"))):
+        if hit := bool(list(cache.glob(".stdlib-*"))):
             break
         shutil.rmtree(cache)
     assert hit, "no kill hit an unfinished preparation"
     assert not [path for path in cache.glob("stdlib-*") if not path.suffix]
     prepared = stdlib.prepare_stdlib(SMALL)
     assert len(TokenSet(prepared.train)) > 100
-    assert not list(cache.glob("stdlib-*.tmp"))
+    assert not list(cache.glob(".stdlib-*"))
 
 
 def fake_stdlib(folder: Path) -> Path:

@@ -21,7 +21,7 @@ from stackexp.data.shards import FORMAT_VERSION
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.data.units import write_documents
 from stackexp.errors import RunError
-from stackexp.files import CACHE_REMEDY, explain_failed_writes, get_cache_root, hold_lock
+from stackexp.files import CACHE_REMEDY, create_folder_atomically, explain_failed_writes, get_cache_root, hold_lock
 from stackexp.terminal import open_bar
 
 TRAIN_BYTES, HELD_OUT_BYTES = 6_000_000, 200_000  # caps of UTF-8 text per set; the last file may exceed them
@@ -155,15 +155,12 @@ def _find_python_files(root: Path) -> list[str]:
 
 
 def _write_sets(folder: Path, texts: dict[str, dict[str, str]], config: StdlibConfig) -> None:
-    """Train the tokenizer and write every set to a temporary folder, then rename it."""
-    temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
-    try:
+    """Train the tokenizer and write every set. Other processes must not write `folder` at the same time."""
+    for unfinished in folder.parent.glob(f".{folder.name}.*"):  # left by a killed process
+        shutil.rmtree(unfinished)
+    with create_folder_atomically(folder) as temporary:
         tokenizer = train_tokenizer(texts["train"].values(), config.vocab_size)
         for name in open_bar(texts, desc="preparing the standard library", unit="set"):
             write_documents(temporary / name, texts[name].values(), tokenizer, config.context_length)
         if config.packages:
             (temporary / "requirements.txt").write_text(list_requirements(Path(sysconfig.get_paths()["purelib"])))
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

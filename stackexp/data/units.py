@@ -9,7 +9,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -42,7 +41,15 @@ from stackexp.data.tokenizer import (
     tokenize_pieces,
 )
 from stackexp.errors import RunError
-from stackexp.files import build_record, read_json, sync_file, sync_folder, write_atomically, write_json
+from stackexp.files import (
+    build_record,
+    create_folder_atomically,
+    read_json,
+    sync_file,
+    sync_folder,
+    write_atomically,
+    write_json,
+)
 from stackexp.terminal import open_bar
 
 BAD_LINES = "bad_lines.log"  # lines "file:line: reason", in each unit and in the merged set
@@ -214,18 +221,13 @@ class UnitWriter:
 
     def _write(self, sources: list[Source], folder: Path) -> None:
         """Write a unit. If another process of the same part finishes it first, that one is kept."""
-        temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-        temporary.mkdir()
+        items = (item for source in sources for item in self._read(source))
         try:
-            items = (item for source in sources for item in self._read(source))
-            write_unit(temporary, items, self.tokenizer, self.job.context_length, sources, self.job.packing)
-            try:
-                temporary.rename(folder)
-            except OSError:
-                if not folder.exists():
-                    raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            with create_folder_atomically(folder) as temporary:
+                write_unit(temporary, items, self.tokenizer, self.job.context_length, sources, self.job.packing)
+        except OSError:
+            if not folder.exists():
+                raise
 
     def _read(self, source: Source) -> Iterator[Piece | TokenBlock | BadLine | FilteredOut]:
         if source.has_tokens:
