@@ -127,7 +127,7 @@ class EmbeddingSkip(Memory):
     def init_identity(self) -> None:
         """Do nothing: `init_weights` gives the plain Transformer."""
 
-    def empty_state(self, h: Tensor) -> Tensor:
+    def empty_state(self, h: Tensor) -> State:
         """Return the embedding."""
         return h
 

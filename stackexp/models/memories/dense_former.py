@@ -5,10 +5,10 @@ from torch import Tensor, nn
 
 from stackexp.config.memory import DenseFormerConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.memories.base import Memory, Stats
+from stackexp.models.memories.base import EmbeddingSkip, Stats
 
 
-class DenseFormer(Memory):
+class DenseFormer(EmbeddingSkip):
     """h = sum_{j <= l+1} w_j x_j after block l, with x_0 the embedding and x_{j+1} the output of block j.
 
     The weights w [l + 2] are the same for all tokens. They start at 1 for the newest output and at 0 for the others, so
@@ -23,9 +23,6 @@ class DenseFormer(Memory):
         """Set the weights to 1 for the newest output and to 0 for the others."""
         nn.init.zeros_(self.weights)
         nn.init.ones_(self.weights[-1:])
-
-    def init_identity(self) -> None:
-        """Do nothing: `init_weights` gives the plain Transformer."""
 
     def empty_state(self, h: Tensor) -> tuple[Tensor, ...]:
         """Return the embedding as the only element."""
