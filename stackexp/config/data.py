@@ -24,6 +24,13 @@ def explain_set_name(name: str) -> str | None:
     return None
 
 
+def find_batch_errors(batch_size: int, config: ExperimentConfig) -> Errors:
+    """Yield an error if the devices cannot share a batch equally."""
+    if batch_size % config.trainer.world_size:
+        multiple = f"trainer.devices * trainer.num_nodes = {config.trainer.world_size}"
+        yield "data.batch_size", f"{batch_size} is not a multiple of {multiple}"
+
+
 @dataclass
 class DataConfig:
     """Options of all token datasets; a plugin derives its own options from this class."""
@@ -199,9 +206,7 @@ class ArithmeticConfig:
         """Yield the errors that involve other sections; keys are full keys."""
         if not getattr(config.model, "causal", True):
             yield "model.causal", "arithmetic requires model.causal: true"
-        if self.batch_size % config.trainer.world_size:
-            multiple = f"trainer.devices * trainer.num_nodes = {config.trainer.world_size}"
-            yield "data.batch_size", f"{self.batch_size} is not a multiple of {multiple}"
+        yield from find_batch_errors(self.batch_size, config)
 
     @property
     def answer_length(self) -> int:
@@ -314,9 +319,7 @@ class FormalLanguageConfig:
         if (output := config.model.output_vocab_size) != self.output_vocab_size:
             found = f"data.task {self.task} has {self.output_vocab_size} output symbols, the model {output}"
             yield "model.output_vocab_size", f"{found}; set model.output_vocab_size=${{data.output_vocab_size}}"
-        if self.batch_size % config.trainer.world_size:
-            multiple = f"trainer.devices * trainer.num_nodes = {config.trainer.world_size}"
-            yield "data.batch_size", f"{self.batch_size} is not a multiple of {multiple}"
+        yield from find_batch_errors(self.batch_size, config)
 
     @property
     def tested_lengths(self) -> list[int]:
