@@ -43,7 +43,6 @@ RENAMED_KEYS = {
     "trainer.checkpoint_minutes": "trainer.checkpoint_interval_minutes",
     "trainer.collective_timeout": "trainer.collective_timeout_seconds",
 }
-RENAMED_VALUES = {("model.positional", "sin_cos"): "sinusoidal", ("trainer.accelerator", "gpu"): "cuda"}
 RUN_FILES = (".stackexp", "environment.json")  # of a run folder, whose config.yaml may be of an earlier version
 REMOVED_KEYS = {
     "beside": "run a sweep instead",
@@ -58,12 +57,6 @@ def explain_old_key(key: str) -> str:
         return f"renamed; use {RENAMED_KEYS[key]}"
     section = next((old for old in REMOVED_KEYS if f"{key}.".startswith(f"{old}.")), None)
     return f"removed; {REMOVED_KEYS[section]}" if section else ""
-
-
-def explain_old_value(key: str, value: Any) -> str:
-    """Return the fix for a value of an earlier version, or "" if the value was never valid."""
-    new = RENAMED_VALUES.get((key, value)) if isinstance(value, str) else None
-    return f"{value!r} is not a valid name; use {new!r}" if new else ""
 
 
 def compose(
@@ -238,8 +231,6 @@ def _set_value(
     except (OmegaConfBaseException, OverflowError) as error:  # an integer that is too large for a float
         if isinstance(value, str) and "${" in value:
             raise config_error(origin, key, f"malformed interpolation {value}: {_describe_error(error)}") from error
-        if message := explain_old_value(key, value):
-            raise config_error(origin, key, message) from error
         raise wrong_value_error(origin, key, hint, metadata, value) from error
 
 
