@@ -167,11 +167,6 @@ class LoggingConfig:
     probe_interval: int = option(10, min=1, affects="logging")
     """Steps between two measurements of the memory (entropy, occupancy, action probabilities)."""
 
-    @property
-    def tensorboard(self) -> bool:
-        """Return True if TensorBoard's logger is one of the loggers."""
-        return "tensorboard" in self.loggers
-
     def find_errors(self) -> Errors:
         """Yield the errors of the loggers."""
         yield from find_class_errors("loggers", self.loggers, LOGGERS)

@@ -73,7 +73,7 @@ class EvaluationRequest:
 
         This requires the run's own options, complete groups, and new names for sets given on the command line.
         """
-        if self.out or not self.run or not self.config.logging.tensorboard:
+        if self.out or not self.run or "tensorboard" not in self.config.logging.loggers:
             return False
         _, named = self._list_options(self.config)
         sets = {name: path for name, _, path in (item.partition("=") for item in self.sets)}

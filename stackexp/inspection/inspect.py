@@ -84,7 +84,7 @@ def run(
     }
     print(f"{loaded.checkpoint}, {inputs.title}\n\n{format_means(stacks)}")
     save_figure(draw_maps(stacks), folder / "stacks.png")
-    if loaded.config.logging.tensorboard:
+    if "tensorboard" in loaded.config.logging.loggers:
         step = load_state(loaded.checkpoint)["global_step"] if is_folder(loaded.checkpoint) else 0
         events, png = Path(out) if out else folder.parent, (folder / "stacks.png").read_bytes()
         write_image(events, f"inspect.{inputs.name}", f"inspect/{inputs.title}", png, step)
