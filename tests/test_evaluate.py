@@ -321,6 +321,9 @@ def test_set_key_changes_with_every_input_of_its_scores(fitted, many_sets):
     others += [keys("model.memory.eval_num_slots=8"), keys("trainer.precision=bf16-true")]
     for other in others:
         assert not set(other.values()) & set(first.values())
+    for file in (fitted.checkpoints / "00000012").iterdir():
+        os.utime(file, (0, 0))
+    assert keys() == first, "the time of a checkpoint's files is not part of it"
     (many_sets / "set01.npy").write_bytes((many_sets / "set01.npy").read_bytes()[: -2 * CHUNK])
     changed = keys()
     assert [name for name in first if changed[name] != first[name]] == ["g/set01"]

@@ -20,10 +20,10 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.datamodules.base import ExperimentData
 from stackexp.errors import FolderBusyError, RunError
 from stackexp.evaluation.scores import write_chunk_losses
-from stackexp.files import append_json_line, read_json_lines
+from stackexp.files import append_json_line, compute_sha256, read_json_lines
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
-from stackexp.runs import RunFolder
+from stackexp.runs import MANIFEST, RunFolder
 from stackexp.terminal import open_bar
 from stackexp.training.processes import Processes
 
@@ -135,17 +135,17 @@ def hash_values(values: list[Any]) -> str:
 
 
 def identify_checkpoint(checkpoint: Path) -> list:
-    """Return the key of the weights, sizes and times of the checkpoint's files, and a hash of its state.
+    """Return the key of the weights and a hash of the checkpoint's manifest, or the size and time of a weights file.
 
-    Raises RunError if it is missing.
+    Raises RunError if the checkpoint is missing.
     """
     path, key = checkpoints.split_path(checkpoint)
     if not path.exists():
         raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/")
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    state = path / checkpoints.STATE
-    return [key, *stats, hashlib.sha256(state.read_bytes()).hexdigest() if state.is_file() else None]
+    if path.is_dir():
+        manifest = path / MANIFEST  # has the hashes of all files, which are verified before the weights are used
+        return [key, compute_sha256(manifest) if manifest.is_file() else None]
+    return [key, path.name, path.stat().st_size, path.stat().st_mtime_ns]
 
 
 # Evaluation, set by set
