@@ -304,6 +304,22 @@ def test_a_network_that_forgets_differs_after_many_repetitions(tmp_path, capsys)
     assert sum(found) % 2 == 1
 
 
+@pytest.mark.parametrize("overrides", [(), ("model.memory.axis=token_major",), ("model.memory.discipline=queue",)])
+def test_stacks_that_are_not_full_are_compared(tmp_path, capsys, overrides):
+    run = write_run(tmp_path, "formal/stacktrans", "data.task=parity_check", *SMALL, *overrides)
+    _, printed, _ = certify(capsys, run, "--exhaustive", "3")
+    assert "the slots of layer 0 identify the state of the automaton in " in printed
+
+
+def test_slots_that_are_not_allocated_count_as_zeros():
+    slots, states = torch.randn(2, 40, 1, 3, 2), np.tile(np.arange(40) % 2, (2, 1))
+    slots[0, :, :, 2] = 0
+    slots[:, 1::2, :, 0] += 9
+    full = regular.identify_states([{0: x} for x in slots], states)
+    assert regular.identify_states([{0: slots[0, :, :, :2]}, {0: slots[1]}], states) == full
+    assert full[0][0] == 1
+
+
 def test_reverse_string_by_a_known_stack(tmp_path, capsys):
     right = write_run(tmp_path / "right", *REVERSE, weights=build_reverse)
     code, printed, record = certify(capsys, right, "--exhaustive", "9")

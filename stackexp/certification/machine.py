@@ -56,11 +56,6 @@ def select_rows(cache: Cache, rows: Any) -> Cache:
     return Cache(cache.length, *chosen)
 
 
-def flatten_stacks(cache: Cache) -> dict[int, Tensor]:
-    """Return the slots of each layer's stack, flattened: {layer: [B, H * S * D]}."""
-    return {layer: state.slots.flatten(1) for layer, state in cache.states.items()}
-
-
 def hash_rows(cache: Cache) -> list[bytes]:
     """Return the bits of each row that determine all later outputs: keys, values and slots.
 

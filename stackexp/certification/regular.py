@@ -10,11 +10,11 @@ import torch
 from aalpy.base import SUL, Oracle
 from aalpy.learning_algs import run_Lstar
 from torch import Tensor
+from torch.nn import functional as F
 
 from stackexp.certification.automata import Automaton, build_automaton, minimize
 from stackexp.certification.machine import (
     Machine,
-    flatten_stacks,
     hash_rows,
     list_prefixes,
     measure_gaps,
@@ -71,7 +71,7 @@ def tabulate(machine: Machine, length: int, num_symbols: int) -> Answers:
 
 
 def sample(machine: Machine, streams: np.ndarray, lengths: Sequence[int]) -> tuple[Answers, list[dict[int, Any]]]:
-    """Return the answers to the prefixes of random strings [B, L] at some lengths, and the stack contents there."""
+    """Return the answers to prefixes of random strings [B, L] at some lengths, and the slots [B, H, S, D] there."""
     found, contents, cache, read = Answers([], []), [], Cache(), 0
     for length in lengths:
         cache, read = machine.read(cache, streams[:, read:length]), length
@@ -79,7 +79,7 @@ def sample(machine: Machine, streams: np.ndarray, lengths: Sequence[int]) -> tup
         found.strings.append(streams[:, :length])
         found.answers.append(answers)
         found.gap = min(found.gap, gap)
-        contents.append(flatten_stacks(cache))
+        contents.append({layer: state.slots for layer, state in cache.states.items()})
     return found, contents
 
 
@@ -222,17 +222,19 @@ def identify_states(contents: list[dict[int, Tensor]], states: np.ndarray) -> di
     """Measure for each layer how well the contents of its stack identify the state of the automaton.
 
     Args:
-        contents: {layer: [B, values]} at several lengths.
+        contents: {layer: slots [B, H, S, D]} at several lengths. Slots that are not allocated yet count as zeros.
         states: The state of the automaton of each string at each length, [lengths, B].
 
     Returns:
         {layer: the results of `_identify_labels`}, whose centers are means over one half of the strings.
     """
     is_known = np.arange(states.size) % states.shape[1] < states.shape[1] // 2
-    return {
-        layer: _identify_labels(torch.cat([at_length[layer] for at_length in contents]), states.ravel(), is_known)
-        for layer in contents[-1]
-    }
+    found = {}
+    for layer, last in contents[-1].items():
+        slots = [at_length[layer] for at_length in contents]
+        slots = [F.pad(x, (0, 0, 0, last.shape[2] - x.shape[2])).flatten(1) for x in slots]
+        found[layer] = _identify_labels(torch.cat(slots), states.ravel(), is_known)
+    return found
 
 
 def _identify_labels(values: Tensor, labels: np.ndarray, is_known: np.ndarray) -> tuple[float, float]:
