@@ -311,6 +311,15 @@ def test_stacks_that_are_not_full_are_compared(tmp_path, capsys, overrides):
     assert "the slots of layer 0 identify the state of the automaton in " in printed
 
 
+@pytest.mark.parametrize("task", ["parity_check", "reverse_string"])
+def test_hard_actions_are_not_tried_if_every_token_pushes(tmp_path, capsys, task):
+    options = ["model.memory.discipline=push_only", "model.memory.action_noise=0"]
+    options += ["model.memory.action_noise_warmup_steps=0"]
+    run = write_run(tmp_path, "formal/stacktrans", f"data.task={task}", *SMALL, *options)
+    _, printed, _ = certify(capsys, run, "--exhaustive", "3")
+    assert "- hard actions were not tried: with discipline: push_only, every token pushes" in printed
+
+
 def test_slots_that_are_not_allocated_count_as_zeros():
     slots, states = torch.randn(2, 40, 1, 3, 2), np.tile(np.arange(40) % 2, (2, 1))
     slots[0, :, :, 2] = 0

@@ -34,6 +34,7 @@ PREFIXES = 20  # strings that one random stream gives
 HARDNESS = 1e4  # factor on the action logits: gaps above 0.002 give a probability of 1 in float32
 GRIDS = (1024, 128, 32)  # inverse steps that slots are rounded to
 SEED = 44
+WITHOUT_ACTIONS = "hard actions were not tried: with discipline: push_only, every token pushes"
 
 
 @dataclass
@@ -124,15 +125,18 @@ def certify_regular(
         f"{max_length:,} symbols: network and task differ on {differing[1][0]}"
     )
     add_loops(result, machine, expected, max_length)
-    hard = Machine(harden(loaded), machine.empty_token)
+    hard = harden(loaded, machine)
     add_closure(result, loaded, machine, hard, expected)
-    short = regular.tabulate(hard, max(1, n - 3), symbols)
-    long, _ = regular.sample(hard, streams[: max(1, len(streams) // 10)], lengths)
-    wrong = sum(answers.compare(expected)[0] for answers in (short, long))
-    result.measured.append(
-        f"with hard actions (logits x {HARDNESS:.0e}): wrong on {wrong} of "
-        f"all strings of up to {max(1, n - 3)} symbols and {long.count:,} random ones"
-    )
+    if hard is None:
+        result.measured.append(WITHOUT_ACTIONS)
+    else:
+        short = regular.tabulate(hard, max(1, n - 3), symbols)
+        long, _ = regular.sample(hard, streams[: max(1, len(streams) // 10)], lengths)
+        wrong = sum(answers.compare(expected)[0] for answers in (short, long))
+        result.measured.append(
+            f"with hard actions (logits x {HARDNESS:.0e}): wrong on {wrong} of "
+            f"all strings of up to {max(1, n - 3)} symbols and {long.count:,} random ones"
+        )
     states = np.stack([expected.run(strings)[:, -1] for strings in drawn.strings])
     half = len(contents) // 2
     layers = regular.identify_states(contents[half:], states[half:])
@@ -204,7 +208,9 @@ def add_loops(result: Certificate, machine: Machine, expected: Automaton, max_le
         )
 
 
-def add_closure(result: Certificate, loaded: LoadedRun, machine: Machine, hard: Machine, expected: Automaton) -> None:
+def add_closure(
+    result: Certificate, loaded: LoadedRun, machine: Machine, hard: Machine | None, expected: Automaton
+) -> None:
     """Try to prove the network equal to the automaton by enumerating all states that it reaches.
 
     If they are too many, the same is tried with one-hot actions, with slots that are rounded after each token, and with
@@ -212,8 +218,11 @@ def add_closure(result: Certificate, loaded: LoadedRun, machine: Machine, hard: 
     """
     model, memory = loaded.config.model, loaded.model.memories[0].config
     is_shift_invariant = model.positional in ("none", "alibi") and model.attention_window
-    if not (is_shift_invariant and memory.read == "top" and memory.discipline == "stack"):
-        result.measured.append("no proof for all lengths: the state of the network grows with the string")
+    if hard is None or not (is_shift_invariant and memory.read == "top" and memory.discipline == "stack"):
+        result.measured.append(
+            "no proof for all lengths: it requires attention_window, positional: alibi or none, read: top and "
+            "discipline: stack"
+        )
         return
     changes = [("", machine), ("hard actions", hard)]
     for words, subject in list(changes):
@@ -244,10 +253,12 @@ def add_closure(result: Certificate, loaded: LoadedRun, machine: Machine, hard: 
     )
 
 
-def harden(loaded: LoadedRun) -> Any:
-    """Return the model with actions of probability 0 or 1, except for gaps that are nearly 0."""
-    sharpness = loaded.config.model.memory.action_sharpness
-    return loaded.modify(action_sharpness=HARDNESS * sharpness).model
+def harden(loaded: LoadedRun, machine: Machine) -> Machine | None:
+    """Return the machine with actions of probability 0 or 1, except for tiny gaps; None if it has no actions."""
+    if loaded.model.memories[0].always_pushes:
+        return None
+    sharpness = HARDNESS * loaded.config.model.memory.action_sharpness
+    return dataclasses.replace(machine, model=loaded.modify(action_sharpness=sharpness).model)
 
 
 def add_gap(result: Certificate, loaded: LoadedRun, gap: float, strings: np.ndarray) -> None:
@@ -290,13 +301,16 @@ def certify_stack(
         f"the same strings: pushdown automaton and labels of the task differ on {labels_differ}",
         f"the stack has {num_slots} slots (eval_num_slots): longer contents are lost",
     ]
-    hard = Machine(harden(loaded), machine.empty_token)
-    few = [batch.inputs[: max(1, len(batch.inputs) // 10)] for batch in batches]
-    hardened = stacks.compare_random(hard, expected, task.output_length, few)
-    result.measured.append(
-        f"with hard actions (logits x {HARDNESS:.0e}): wrong on {hardened.differing} of {hardened.count:,} random "
-        f"strings"
-    )
+    hard = harden(loaded, machine)
+    if hard is None:
+        result.measured.append(WITHOUT_ACTIONS)
+    else:
+        few = [batch.inputs[: max(1, len(batch.inputs) // 10)] for batch in batches]
+        hardened = stacks.compare_random(hard, expected, task.output_length, few)
+        result.measured.append(
+            f"with hard actions (logits x {HARDNESS:.0e}): wrong on {hardened.differing} of {hardened.count:,} random "
+            f"strings"
+        )
     add_gap(result, loaded, min(short.gap, long.gap), task.sample(rng, 4, longest).inputs)
     result.automaton = automata.describe_pushdown(task.name, expected.pushdown)
     result.figure = picture.draw_pushdown(task.name, expected.pushdown)
