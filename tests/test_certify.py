@@ -33,8 +33,10 @@ from stackexp.certification.automata import (
     format_string,
     minimize,
 )
-from stackexp.certification.machine import Machine, list_prefixes
+from stackexp.certification.certify import harden
+from stackexp.certification.machine import Machine, hash_rows, list_prefixes
 from stackexp.evaluation.loading import load_run
+from stackexp.models.transformer import Cache
 from stackexp.tasks import TASKS
 
 
@@ -121,6 +123,47 @@ def test_a_network_with_finitely_many_states_is_the_automaton(parity, capsys):
     }
     assert "proved:\n- all 2,046 strings of up to 10 symbols" in printed
     assert Path(parity[-1], "automaton.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_enumerated_states_include_strings_in_batches_of_every_size(tmp_path, monkeypatch):
+    """Products of 1, 2 or 3 rows round differently from larger ones on CPUs."""
+    torch.manual_seed(0)
+    options = ("model.num_layers=1", "model.attention_window=1", "model.memory.num_heads=1")
+    run = write_run(tmp_path, "formal/stacktrans/parity_check", *options)
+    loaded, known = load_run(run[1], run[3]), set()
+    hard = harden(loaded, Machine(loaded.model, 2, batch_size=regular.BATCH_SIZE))
+
+    def record_states(cache):
+        keys = hash_rows(cache)
+        known.update(keys)
+        return keys
+
+    monkeypatch.setattr(regular, "hash_rows", record_states)
+    _, count = regular.close_states(hard, 2)
+    assert count == len(known) + 1 > 10, "the start has no bits"
+    strings = np.array(list(itertools.product(range(2), repeat=8)))
+    for rows in (1, 2, 3, 4, 5, 129, 256):
+        for part in (strings[start : start + rows] for start in range(0, min(256, 20 * rows), rows)):
+            cache = Cache()
+            for symbols in part.T:
+                cache = hard.read(cache, symbols[:, None])
+                assert known.issuperset(hash_rows(cache))
+            assert hash_rows(hard.read(Cache(), part)) == hash_rows(cache)
+
+
+def test_a_network_whose_bits_depend_on_the_row_has_no_proof(parity):
+    class Uneven(Machine):
+        def read(self, cache, tokens):
+            cache = super().read(cache, tokens)
+            for layer, state in cache.states.items():
+                slots = state.slots.clone()
+                slots[7:8] += 2.0**-20  # so that the row of a string matters
+                cache.states[layer] = state._replace(slots=slots)
+            return cache
+
+    model = load_run(parity[1], parity[3]).model
+    assert regular.close_states(Machine(model, 2, batch_size=16), 2)[1] == 3
+    assert regular.close_states(Uneven(model, 2, batch_size=16), 2) is None
 
 
 def test_states_with_hard_actions_or_rounded_slots_are_finite(tmp_path, capsys, monkeypatch):

@@ -1,6 +1,6 @@
 """A trained network as a machine: it reads symbols and answers, batch by batch, from states that can be copied."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,29 +19,46 @@ CHUNK = 64  # tokens read at once: longer chunks compute a larger part of window
 class Machine:
     """A network with its caches as states. All rows of a cache have read the same number of tokens.
 
-    With `grid`, the slots are rounded to multiples of 1 / grid after each token.
+    With `grid`, the slots are rounded to multiples of 1 / grid after each token. With `batch_size`, tokens are read one
+    by one in batches of exactly this many rows, the last one padded. Matrix products of other sizes round differently,
+    so only then do equal states have equal successors, however many strings are read together.
     """
 
     model: Any
     empty_token: int
     grid: int | None = None
+    batch_size: int | None = None
 
     @torch.no_grad()
     def read(self, cache: Cache, tokens: np.ndarray) -> Cache:
         """Return the state after tokens [B, T]."""
-        cache = copy_cache(cache)
-        for part in torch.from_numpy(np.ascontiguousarray(tokens)).split(1 if self.grid else CHUNK, 1):
-            self.model(part, cache, return_hidden=True)
-            if self.grid:
-                for layer, state in cache.states.items():
-                    cache.states[layer] = state._replace(slots=(state.slots * self.grid).round() / self.grid)
-        return cache
+        states, tokens = [], torch.from_numpy(np.ascontiguousarray(tokens))
+        for rows, state in self._split(cache, len(tokens)):
+            for part in tokens[rows].split(1 if self.grid or self.batch_size else CHUNK, 1):
+                self.model(part, state, return_hidden=True)
+                if self.grid:
+                    for layer, stack in state.states.items():
+                        state.states[layer] = stack._replace(slots=(stack.slots * self.grid).round() / self.grid)
+            states.append(state)
+        return states[0] if self.batch_size is None else select_rows(join_rows(states), slice(len(tokens)))
 
     @torch.no_grad()
     def answer(self, cache: Cache, rows: int, count: int = 1) -> Tensor:
         """Return the logits [B, count, A] of the next `count` empty tokens."""
-        cache, tokens = copy_cache(cache), torch.full((rows, count), self.empty_token)
-        return torch.cat([self.model(part, cache).logits for part in tokens.split(CHUNK, 1)], 1)
+        logits = []
+        for part, state in self._split(cache, rows):
+            tokens = torch.full((len(part), count), self.empty_token).split(1 if self.batch_size else CHUNK, 1)
+            logits.append(torch.cat([self.model(token, state).logits for token in tokens], 1))
+        return torch.cat(logits)[:rows]
+
+    def _split(self, cache: Cache, rows: int) -> Iterator[tuple[np.ndarray, Cache]]:
+        """Yield row numbers and a copy of their state, batch by batch. The last row fills the last batch."""
+        if self.batch_size is None:
+            yield np.arange(rows), copy_cache(cache)
+            return
+        for start in range(0, rows, self.batch_size):
+            numbers = np.arange(start, start + self.batch_size).clip(max=rows - 1)
+            yield numbers, select_rows(cache, numbers)
 
 
 def copy_cache(cache: Cache) -> Cache:
@@ -56,10 +73,18 @@ def select_rows(cache: Cache, rows: Any) -> Cache:
     return Cache(cache.length, *chosen)
 
 
+def join_rows(caches: Sequence[Cache]) -> Cache:
+    """Return the state with the rows of all caches, whose tensors must have the same shapes except for the rows."""
+    if len(caches) == 1:
+        return caches[0]
+    joined = tree_map(lambda *parts: torch.cat(parts), *((cache.keys_values, cache.states) for cache in caches))
+    return Cache(caches[0].length, *joined)
+
+
 def hash_rows(cache: Cache) -> list[bytes]:
     """Return the bits of each row that determine all later outputs: keys, values and slots.
 
-    Without a global read, the occupancy of the slots influences nothing.
+    Without a global read and with the discipline `stack`, the occupancy of the slots influences nothing.
     """
     tensors = tree_flatten([cache.keys_values, [state.slots for state in cache.states.values()]])[0]
     rows = torch.cat([x.flatten(1) for x in tensors], 1) + 0.0  # -0.0 and 0.0 are one state

@@ -25,6 +25,7 @@ from stackexp.models.transformer import Cache
 
 MAX_STATES = 8192  # of the search for exact repetition
 MAX_QUERIES = 1000  # prefixes of queries of L*; the automata of the tasks need about a hundred
+BATCH_SIZE = 128  # rows of each batch for networks whose states are enumerated
 LOOP_CHUNK = 100  # symbols between two answers of a loop
 
 
@@ -186,20 +187,19 @@ def close_states(machine: Machine, num_symbols: int) -> tuple[Automaton, int] | 
     """Return the automaton of all states that the network reaches, and their number; None if they are too many.
 
     States are equal if their bits are. If the search ends, it is a proof by enumeration: every string of any length
-    leads to one of these states. A product may depend on the row of the batch, so each transition is computed in two
-    different rows, and must be the same.
+    leads to one of these states, if it is read symbol by symbol, in any row of a batch of `machine.batch_size` rows. A
+    product may depend on this row, so each transition and answer is computed in all rows, and must be the same.
     """
+    assert machine.batch_size is not None
     numbers: dict[bytes, int] = {b"": 0}
-    transitions, answers = [], [-1]
+    transitions, answers, levels = [], [-1], []
     frontier, ids = Cache(), np.zeros(1, np.int64)
     while len(ids):
-        parents = np.repeat(np.arange(len(ids)), num_symbols)
+        before = select_rows(frontier, np.repeat(np.arange(len(ids)), num_symbols))
         tokens = np.tile(np.arange(num_symbols), len(ids))[:, None]
-        after = machine.read(select_rows(frontier, parents), tokens)
-        again = machine.read(select_rows(frontier, parents[::-1].copy()), tokens[::-1])
+        after = machine.read(before, tokens)
         keys = hash_rows(after)
-        if keys != hash_rows(again)[::-1]:
-            return None
+        levels.append((before, tokens, keys))
         new = [i for i, key in enumerate(keys) if numbers.setdefault(key, len(numbers)) >= len(answers)]
         first = {numbers[keys[i]]: i for i in reversed(new)}
         rows = [first[number] for number in sorted(first)]
@@ -209,8 +209,28 @@ def close_states(machine: Machine, num_symbols: int) -> tuple[Automaton, int] | 
         ids, frontier = np.array(sorted(first), dtype=np.int64), select_rows(after, rows)
         if rows:
             answers += list(ask(machine, frontier, len(rows))[0])
+            levels.append((frontier, None, answers[-len(rows) :]))
+    if not all(_is_equal_in_all_rows(machine, *level) for level in levels):
+        return None
     table = np.array(transitions).reshape(-1, num_symbols)
     return Automaton(table, np.array(answers)), len(numbers)
+
+
+def _is_equal_in_all_rows(machine: Machine, cache: Cache, tokens: np.ndarray | None, expected: list) -> bool:
+    """Return True if the hashed states after tokens [B, 1], or without tokens the answers, are equal in all rows."""
+    assert machine.batch_size is not None
+    for start in range(0, len(expected), machine.batch_size):
+        part = np.arange(start, min(start + machine.batch_size, len(expected)))
+        for shift in range(len(part)):
+            rows = np.resize(np.roll(part, shift), machine.batch_size)  # each one is once in each row
+            before = select_rows(cache, rows)
+            if tokens is None:
+                found = list(ask(machine, before, len(rows))[0])
+            else:
+                found = hash_rows(machine.read(before, tokens[rows]))
+            if found != [expected[row] for row in rows]:
+                return False
+    return True
 
 
 def merge_states(closed: Automaton, empty_answer: int) -> Automaton:
