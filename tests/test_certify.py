@@ -13,6 +13,7 @@ from aalpy.utils import bisimilar
 from known_networks import (
     REVERSE,
     SMALL,
+    Forgetful,
     build_late_reverse,
     build_manipulation,
     build_parity,
@@ -239,12 +240,36 @@ def test_a_network_that_forgets_differs_after_many_repetitions(tmp_path, capsys)
             break
     assert wrong_after is not None
     run = write_run(tmp_path, *parity_options(), *SMALL, weights=weights)
-    machine = Machine(load_run(run[1], run[3]).model, 2)
-    found, loops, repeated = regular.repeat_loops(machine, REGULAR["parity_check"](), 3 * wrong_after)
-    assert loops == 8
-    assert repeated < loops
-    assert len(found) <= wrong_after
-    assert sum(found) % 2 == 1
+    model, automaton = load_run(run[1], run[3]).model, REGULAR["parity_check"]()
+    strings = regular.list_loops(automaton, wrong_after)
+    expected = automaton.outputs[automaton.run(strings)]
+    for length in range(1, wrong_after + 1):  # after b, other words than a may fail earlier
+        tokens = np.column_stack([strings[:, :length], np.full(len(strings), 2)])
+        with torch.no_grad():
+            answers = model(torch.from_numpy(tokens)).logits[:, -1].argmax(-1).numpy()
+        if (answers != expected[:, length - 1]).any():
+            break
+    for batch_size in (None, 16):
+        machine = Machine(model, 2, batch_size=batch_size)
+        found, loops, repeated = regular.repeat_loops(machine, automaton, 3 * wrong_after)
+        assert loops == 8
+        assert repeated < loops
+        assert len(found) == length
+        assert sum(found) % 2 == 1
+
+
+@pytest.mark.parametrize("dense_length", [None, 61, 60, 20])
+def test_a_wrong_answer_in_one_phase_of_a_loop_is_found(dense_length):
+    found, loops, _ = regular.repeat_loops(Forgetful(), REGULAR["parity_check"](), 500, dense_length)
+    assert (found, loops) == ((1,) * 61, 8)
+
+
+def test_loops_stop_after_all_states_repeat(parity):
+    machine = Machine(load_run(parity[1], parity[3]).model, 2, batch_size=regular.BATCH_SIZE)
+    read, lengths = machine.read, []
+    machine.read = lambda cache, tokens: lengths.append(cache.length) or read(cache, tokens)
+    assert regular.repeat_loops(machine, REGULAR["parity_check"](), 5000) == (None, 8, 8)
+    assert 200 <= max(lengths) + 1 < 220
 
 
 @pytest.mark.parametrize("overrides", [(), ("model.memory.axis=token_major",), ("model.memory.discipline=queue",)])

@@ -132,7 +132,7 @@ def certify_regular(
         f"{drawn.count:,} random strings ({PREFIXES} prefixes of each of {len(streams)} streams) of up to "
         f"{max_length:,} symbols: network and task differ on {differing[1][0]}"
     )
-    add_loops(result, machine, expected, max_length)
+    add_loops(result, loaded, machine, expected, max_length)
     hard = harden(loaded, machine)
     add_closure(result, machine, hard, expected)
     if hard is None:
@@ -193,15 +193,18 @@ def describe_learned(
                            f"differ on {wrong}")  # fmt: skip
 
 
-def add_loops(result: Certificate, machine: Machine, expected: Automaton, max_length: int) -> None:
+def add_loops(result: Certificate, loaded: LoadedRun, machine: Machine, expected: Automaton, max_length: int) -> None:
     """Repeat short words in every state, up to and beyond the maximum length."""
     longest = 5 * max_length
-    first, count, repeated = regular.repeat_loops(machine, expected, longest)
+    is_cheap = loaded.config.model.attention_window is not None  # otherwise a read takes all earlier keys and values
+    first, count, repeated = regular.repeat_loops(machine, expected, longest, longest if is_cheap else max_length)
     symbols = TASKS[result.task].symbols
     if first is None:
+        asked = f"every symbol up to {longest if is_cheap else max_length:,}"
+        asked += "" if is_cheap else f" and every {regular.STRIDE} symbols up to {longest:,}"
         result.measured.append(
-            f"{count} loops (each word of up to two symbols in each state) of up to {longest:,} symbols: no "
-            f"difference; the state of {repeated} repeats bit for bit"
+            f"{count} loops (each word of up to two symbols in each state), with answers after {asked}: no difference; "
+            f"the state of {repeated} repeats bit for bit"
         )
     elif len(first) <= max_length:
         result.differs_at.append(first)

@@ -81,6 +81,11 @@ def join_rows(caches: Sequence[Cache]) -> Cache:
     return Cache(caches[0].length, *joined)
 
 
+def list_shapes(cache: Cache) -> list[torch.Size]:
+    """Return the shape of each tensor of a state without its rows."""
+    return [x.shape[1:] for x in tree_flatten((cache.keys_values, cache.states))[0]]
+
+
 def hash_rows(cache: Cache) -> list[bytes]:
     """Return the bits of each row that determine all later outputs: keys, values and slots.
 

@@ -16,7 +16,9 @@ from stackexp.certification.automata import Automaton, build_automaton, minimize
 from stackexp.certification.machine import (
     Machine,
     hash_rows,
+    join_rows,
     list_prefixes,
+    list_shapes,
     measure_gaps,
     select_rows,
     walk_prefixes,
@@ -26,7 +28,8 @@ from stackexp.models.transformer import Cache
 MAX_STATES = 8192  # of the search for exact repetition
 MAX_QUERIES = 1000  # prefixes of queries of L*; the automata of the tasks need about a hundred
 BATCH_SIZE = 128  # rows of each batch for networks whose states are enumerated
-LOOP_CHUNK = 100  # symbols between two answers of a loop
+STRIDE = 101  # symbols between two answers of a long loop: prime, so that every symbol of a word has its turn
+PERIOD = 100  # symbols between two states of a loop that are compared: a multiple of all words' lengths
 
 
 @dataclass
@@ -84,14 +87,50 @@ def sample(machine: Machine, streams: np.ndarray, lengths: Sequence[int]) -> tup
     return found, contents
 
 
-def repeat_loops(machine: Machine, automaton: Automaton, length: int) -> tuple[tuple[int, ...] | None, int, int]:
+def repeat_loops(
+    machine: Machine, automaton: Automaton, length: int, dense_length: int | None = None
+) -> tuple[tuple[int, ...] | None, int, int]:
     """Repeat every word of one or two symbols after a shortest string to each state of the automaton.
 
+    The network answers after every symbol, up to `dense_length` symbols (default: `length`), then after every STRIDE.
+
     Returns:
-        The shortest string with an answer that differs from the automaton's, up to `length` symbols.
+        The shortest string with an answer that differs from the automaton's, up to `length` symbols. After
+        `dense_length` symbols, it is the shortest one within the STRIDE symbols before a wrong answer.
         The number of loops.
-        The number of loops in which the network's state repeats bit for bit, so that it never changes again.
+        The number of loops in which the states of network and automaton repeat bit for bit after PERIOD symbols, so
+        that all later answers are known; 0 without `machine.batch_size`.
     """
+    strings = list_loops(automaton, length)
+    states, cache, repeated, count = automaton.run(strings), Cache(), 0, len(strings)
+    expected, previous = automaton.outputs[states], [(b"", -1)] * count
+    dense_length = length if dense_length is None else min(dense_length, length)
+    end, size = 0, max(1, (machine.batch_size or 0) // count)  # symbols whose answers are asked in one batch
+    while end < length and repeated < count:
+        start, end = end, min(end + size, dense_length) if end < dense_length else min(end + STRIDE, length)
+        if end > dense_length:
+            before, cache = cache, machine.read(cache, strings[:, start:end])
+            if (ask(machine, cache, count)[0] == expected[:, end - 1]).all():
+                continue
+            cache = before
+        after = []
+        for i in range(start, end):
+            cache = machine.read(cache, strings[:, i : i + 1])
+            after.append(cache)
+        wrong = ask_each(machine, after, count) != expected[:, start:end].T
+        if wrong.any():
+            i, row = np.argwhere(wrong)[0]  # the first symbol
+            return tuple(map(int, strings[row, : start + i + 1])), count, repeated
+        for i in range(start, end):
+            if machine.batch_size and (i + 1) % PERIOD == 0:
+                current = list(zip(hash_rows(after[i - start]), states[:, i], strict=True))
+                repeated = sum(a == b for a, b in zip(current, previous, strict=True))
+                previous = current
+    return None, count, repeated
+
+
+def list_loops(automaton: Automaton, length: int) -> np.ndarray:
+    """Return every word of one or two symbols repeated after a shortest string to each state: [loops, length]."""
     num_symbols = automaton.transitions.shape[1]
     words: list[tuple[int, ...]] = [(symbol,) * 2 for symbol in range(num_symbols)]
     words += [word for word in product(range(num_symbols), repeat=2) if word[0] != word[1]]
@@ -101,24 +140,14 @@ def repeat_loops(machine: Machine, automaton: Automaton, length: int) -> tuple[t
             if (target := int(automaton.transitions[state, symbol])) not in access:
                 access[target] = (*access[state], symbol)
                 reached.append(target)
-    loops = [(access[state], word) for state in reached for word in words]
-    strings = np.array([[*start, *word * length][:length] for start, word in loops])
-    states, cache, previous, repeated = automaton.run(strings), Cache(), [b""] * len(loops), 0
-    for start in range(0, length, LOOP_CHUNK):
-        before, end = cache, min(start + LOOP_CHUNK, length)
-        cache = machine.read(cache, strings[:, start:end])
-        if (ask(machine, cache, len(loops))[0] != automaton.outputs[states[:, end - 1]]).any():
-            for i in range(start, end):  # find the first symbol after which an answer differs
-                before = machine.read(before, strings[:, i : i + 1])
-                wrong = np.flatnonzero(ask(machine, before, len(loops))[0] != automaton.outputs[states[:, i]])
-                if len(wrong):
-                    return tuple(map(int, strings[wrong[0], : i + 1])), len(loops), repeated
-        current = hash_rows(cache)
-        repeated = sum(a == b for a, b in zip(current, previous, strict=True))
-        previous = current
-        if repeated == len(loops):
-            break
-    return None, len(loops), repeated
+    return np.array([[*access[state], *word * length][:length] for state in reached for word in words])
+
+
+def ask_each(machine: Machine, caches: list[Cache], rows: int) -> np.ndarray:
+    """Return the answers [N, B] in each of N states, asked together if `machine.batch_size` and the shapes allow it."""
+    if machine.batch_size and all(list_shapes(cache) == list_shapes(caches[0]) for cache in caches):
+        return ask(machine, join_rows(caches), rows * len(caches))[0].reshape(len(caches), rows)
+    return np.stack([ask(machine, cache, rows)[0] for cache in caches])
 
 
 class _QueryLimitError(Exception):
