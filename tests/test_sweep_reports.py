@@ -37,6 +37,17 @@ def test_results_are_grouped_over_seeds_and_sorted(capsys):
     assert len(first["trials"]) == 2
 
 
+def test_only_the_seed_is_removed_from_the_names(capsys):
+    sweep = build_sweep(list=[{"name": "tiny"}], grid={"seed": [0, 1], "data.shuffle_seed": [10, 2]})
+    for trial in sweep.trials:
+        finish_trial(trial, 3.0)
+    assert cli.main(["sweep", "results", "study.yaml"]) == 0
+    assert [row[0] for row in read_lines(capsys)[2:]] == ["tiny-shuffle_seed=10", "tiny-shuffle_seed=2"]
+    finish_trial(build_sweep(seeds=[3]).trials[0], 3.0)
+    assert cli.main(["sweep", "results", "study.yaml"]) == 0
+    assert read_lines(capsys)[2][0] == "trial"
+
+
 def test_bigram_counts_are_the_last_row(capsys):
     sweep = build_sweep(grid={H: [1, 2]}, seeds=[0, 1])
     for trial, loss in zip(sweep.trials, [3.0, 3.2, 2.0], strict=False):

@@ -62,8 +62,9 @@ def collect_results(sweep: Sweep) -> list[Result]:
 def _build_result(trials: list[Trial], objectives: list[Any]) -> Result:
     rows = [read_run(trial.folder) for trial in trials]
     losses = {title: [row[key] for row in rows if key in row] for title, key in LOSSES.items()}
+    label = trials[0].name.rpartition("-")[0]
     return {
-        "name": re.sub(r"-?seed=\d+$", "", trials[0].name.rpartition("-")[0]) or "trial",
+        "name": re.sub(r"(?:^|-)seed=\d+(?=-|$)", "", label).strip("-") or "trial",
         "values": _drop_seed(trials[0].values),
         "seeds": len(trials),
         "objective": _compute_spread(objectives),
