@@ -1,5 +1,6 @@
-"""The commands in README.md and docs/ parse, and the configs they name compose."""
+"""The commands in README.md, docs/ and messages parse, and the configs they name compose."""
 
+import ast
 import itertools
 import json
 import re
@@ -71,6 +72,29 @@ def test_command_parses_and_its_config_composes(page, command, monkeypatch):
         return
     if isinstance(configs, list) and configs and name in ("fit", "plan"):
         assert compose(configs, args.overrides)
+
+
+def find_messages(path: Path) -> list[str]:
+    """Return the strings of a source file, with X for each value that is filled in."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    filled = [node for node in nodes if isinstance(node, ast.JoinedStr)]
+    parts = {id(part) for node in filled for part in ast.walk(node)}
+    texts = [
+        "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values) for node in filled
+    ]
+    plain = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in parts]
+    return [*texts, *plain]
+
+
+@pytest.mark.parametrize("folder", ["export", "models", "planning", "reports", "sweeps", "verbs"])
+def test_commands_in_messages_parse(folder):
+    for path in sorted((ROOT / "stackexp" / folder).rglob("*.py")):
+        for text in find_messages(path):
+            for found in re.findall(rf"{PREFIX}([a-z][^`;)\n]*)", text):
+                command = shlex.split(found)
+                if "[" not in found and {"--help", "..."}.isdisjoint(command):
+                    name = find_verb(command, cli.VERBS)
+                    load_verb(name)[1].parse(command[len(name.split()) :])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -104,7 +104,7 @@ def test_runs_without_scores_name_the_command(tmp_path):
     (tmp_path / "empty").mkdir()
     for names, message in {
         ("runs",): "no benchmarks yet; run `python -m stackexp evaluate",
-        ("missing.json",): "no such file",
+        ("missing.json",): "no such file; write it with `evaluate --run RUN --out .*missing.json`",
         ("runs", "misspelled"): "no such folder",
         ("empty",): "no run folders",
     }.items():

@@ -202,7 +202,10 @@ def test_damaged_and_foreign_sources_are_reported_in_one_line(config, trained, t
     file.write_bytes(file.read_bytes()[:-100])
     assert "00000012: damaged" in get_error(config(f"warm_start.weights={source}"))
     (source / "config.json").touch()
-    assert "a Hugging Face folder; convert it" in get_error(config(f"warm_start.weights={source}"))
+    assert (
+        f"a Hugging Face folder; convert it with `checkpoint import --from {source} --to init.safetensors`"
+        in get_error(config(f"warm_start.weights={source}"))
+    )
     assert "must end in .safetensors" in get_error(config(f"warm_start.weights={trained}/result.json"))
     weights = tmp_path / "a.safetensors"
     weights.write_bytes(b"12")

@@ -5,6 +5,7 @@
 """
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -273,5 +274,6 @@ def _format_validation(loaded: LoadedRun) -> str:
         sets |= result.figures.get("sets", {})
     if sets:
         return format_scores(sets, style="markdown")
-    command = f"python -m stackexp validate --run {folder.path} --ckpt_path {loaded.checkpoint}"
+    run, checkpoint = (shlex.quote(str(path)) for path in (folder.path, loaded.checkpoint))
+    command = f"python -m stackexp validate --run {run} --ckpt_path {checkpoint}"
     return f"This checkpoint has no recorded scores; compute them with\n\n    {command}"

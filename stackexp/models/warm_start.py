@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -100,9 +101,8 @@ def find_weights(path: Path) -> Path:
     if path.is_file() and path.suffix != checkpoints.WEIGHTS:
         raise RunError(f"warm_start.weights: {path}: must end in .safetensors, or be a folder; see `checkpoint import`")
     if (path / "config.json").is_file():
-        raise RunError(
-            f"warm_start.weights: {path}: a Hugging Face folder; convert it with `checkpoint import --from {path}`"
-        )
+        command = f"checkpoint import --from {shlex.quote(str(path))} --to init.safetensors"
+        raise RunError(f"warm_start.weights: {path}: a Hugging Face folder; convert it with `{command}`")
     return path
 
 

@@ -282,7 +282,7 @@ def _describe_incomplete(arms: Arms) -> list[str]:
     rows = [row for arm in arms for row in arms[arm]]
     diverged = list_paths("without a finite loss, not in the means", [row for row in rows if not read_losses(row)])
     unknown = [arms[arm][0] for arm in arms if compute_flops(arms[arm][0]) is None]
-    command = "`python -m stackexp configs show --config RUN/config.yaml` says why"
+    command = "`python -m stackexp configs show RUN/config.yaml` says why"
     return [*list_seeds(partial), *diverged, *list_paths(f"without FLOPs per token, {command}", unknown)]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -119,7 +120,8 @@ def _read_columns(paths: Sequence[Path]) -> list[Column]:
     folders = find_runs(path for path in paths if path not in files)
     for file in files:
         if not file.is_file():
-            raise RunError(f"{file}: no such file; write it with `evaluate --out {file}`")
+            command = f"evaluate --run RUN --out {shlex.quote(str(file))}"
+            raise RunError(f"{file}: no such file; write it with `{command}`")
     sources: list[tuple[Path, RunFolder | None]] = [(folder.path, folder) for folder in folders]
     sources += [(file, None) for file in files]
     names = name_runs([path if folder else path.with_suffix("") for path, folder in sources])

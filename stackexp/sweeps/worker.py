@@ -9,6 +9,7 @@ reserve the same GPU, and never draw the same trial of a search. All other state
 import contextlib
 import dataclasses
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -286,7 +287,7 @@ class Worker:
         self._changes.update(self._list_watched())
         if self._is_job and number and not is_stop_requested(folder):
             slurm.requeue_job()
-        message = f"{folder}: stopped; resume with: python -m stackexp sweep run {folder}"
+        message = f"{folder}: stopped; resume with: python -m stackexp sweep run {shlex.quote(str(folder))}"
         if number == signal.SIGINT:
             raise KeyboardInterrupt(message)
         raise StoppedError(message)

@@ -1,6 +1,7 @@
 """Run sweeps, and show, stop and compare their trials."""
 
 import json
+import shlex
 import signal
 import sys
 from argparse import Namespace
@@ -49,8 +50,9 @@ class Run(Verb):
             run_job(sweep, max_parallel=args.max_parallel, retries=retries)
             return 0
         run_sweep(sweep, launcher=args.launcher, max_parallel=args.max_parallel, retries=retries)
-        print(f"\nresults:  python -m stackexp sweep results {sweep.folder}", flush=True)
-        print(f"curves:   tensorboard --logdir {sweep.folder}", flush=True)
+        folder = shlex.quote(str(sweep.folder))
+        print(f"\nresults:  python -m stackexp sweep results {folder}", flush=True)
+        print(f"curves:   tensorboard --logdir {folder}", flush=True)
         return 0
 
 
