@@ -152,8 +152,12 @@ def name_arm(path: Path) -> str:
 
 
 def name_runs(paths: Sequence[Path]) -> list[str]:
-    """Return a unique name for each run folder or file: the name of its arm, else its own name, else its path."""
-    choices = [(name_arm(path), path.name, str(path)) for path in paths]
+    """Return a unique name for each of these different run folders or .json files.
+
+    It is the name of the arm, else of the folder or of the file without its suffix, else the path.
+    """
+    named = [path.with_suffix("") if path.suffix == ".json" else path for path in paths]
+    choices = [(name_arm(name), name.name, str(path)) for name, path in zip(named, paths, strict=True)]
     counts = [Counter(names) for names in zip(*choices, strict=True)]
     return [next(n for n, count in zip(names, counts, strict=True) if count[n] == 1) for names in choices]
 

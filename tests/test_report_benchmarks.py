@@ -99,6 +99,17 @@ def test_the_figure_compares_models_on_the_tasks_they_share(runs, tmp_path):
     assert list(baseline.get_ydata()) == [0.5, 0.5], "its training tokens are unknown"
 
 
+def test_columns_have_unique_names(runs, tmp_path):
+    write_scores(tmp_path / "one.json", {"a": 0.5})
+    write_scores(runs / "one" / "benchmarks.json", {"a": 0.6})
+    write_scores(runs / "one.json", {"a": 0.7})
+    twice = build_benchmarks([tmp_path / "one.json", tmp_path / "runs/../one.json"])
+    assert twice.tables[0].header == ["task", "random", "one"]
+    assert len(twice.records) == 1
+    report = build_benchmarks([runs / "one", runs / "one.json"])
+    assert report.tables[0].header[2:] == [str(runs / "one"), str(runs / "one.json")]
+
+
 def test_runs_without_scores_name_the_command(tmp_path):
     write_run(tmp_path / "runs" / "one")
     (tmp_path / "empty").mkdir()

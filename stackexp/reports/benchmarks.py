@@ -116,15 +116,15 @@ def build_benchmarks(paths: Sequence[Path]) -> Report:
 
 
 def _read_columns(paths: Sequence[Path]) -> list[Column]:
-    files = [path for path in paths if path.suffix == ".json"]
-    folders = find_runs(path for path in paths if path not in files)
+    files = list({path.resolve(): path for path in paths if path.suffix == ".json"}.values())
+    folders = find_runs(path for path in paths if path.suffix != ".json")
     for file in files:
         if not file.is_file():
             command = f"evaluate --run RUN --out {shlex.quote(str(file))}"
             raise RunError(f"{file}: no such file; write it with `{command}`")
     sources: list[tuple[Path, RunFolder | None]] = [(folder.path, folder) for folder in folders]
     sources += [(file, None) for file in files]
-    names = name_runs([path if folder else path.with_suffix("") for path, folder in sources])
+    names = name_runs([path for path, _ in sources])
     columns = [
         Column(name, folder, read_evaluations(folder.path / FILE if folder else path))
         for name, (path, folder) in zip(names, sources, strict=True)
