@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from language_runs import finish, write_run
 
 from stackexp.cli import main
 from stackexp.evaluation.scores import write_chunk_losses
+from stackexp.frame import load_runs
 from stackexp.reports.ablation import build_ablation
 
 
@@ -44,6 +46,19 @@ def test_reports_read_copies_like_the_runs(runs, capsys):
     assert "exists already; remove it first" in capsys.readouterr().err
     assert main(["runs", "copy", "runs/queue-seed=0-0123abc2", "--to", "other"]) == 2
     assert "no finished runs; give folders with a result.json" in capsys.readouterr().err
+
+
+def test_copies_keep_the_names_of_arms(runs):
+    identifier = "20261123-210406-08a1"
+    for path in (f"a/{identifier}", f"b/{identifier}", "c/seed=0-0123abcd", "mine", "nested/d-seed=0-0123abcd"):
+        finish(write_run(runs / path), 3.0)
+    shutil.rmtree(runs / "transformer-seed=0-0123abc0")
+    assert main(["runs", "copy", "runs", "--to", "copies"]) == 0
+    arms = load_runs("runs").query("state == 'finished'")["arm"]
+    assert sorted(load_runs("copies")["arm"]) == sorted(arms) == ["a", "b", "c", "d", "mine", "stacktrans"]
+    assert Path("copies", "a", identifier, "result.json").is_file()
+    assert main(["runs", "copy", "runs/a", "--to", "other/a"]) == 0
+    assert Path("other", "a", identifier, "result.json").is_file()
 
 
 def test_copies_have_tests_but_no_validations_of_other_runs(runs):

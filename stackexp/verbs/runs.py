@@ -78,7 +78,8 @@ class Copy(Verb):
 
     Copies the config, the results, test scores, the environment, the last hash of the data, and the losses of chunks,
     without the name of the host and the paths of checkpoints. Reports read the copies like the runs, except `report
-    dynamics`, `report benchmarks`, `report actions` and `report states`, which need more files.
+    dynamics`, `report benchmarks`, `report actions` and `report states`, which need more files. Runs that are named
+    after the folder above, such as runs/quickstart/ID, are copied with it.
     """
 
     examples = ("runs copy runs/ablation_small --to docs/results/ablation_small",)
@@ -88,7 +89,7 @@ class Copy(Verb):
         parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder of the copies")
 
     def run(self, args: Namespace) -> int:
-        from stackexp.frame import find_runs
+        from stackexp.frame import find_runs, name_arm
         from stackexp.reports.publish import copy_run
         from stackexp.runs import RunFolder
 
@@ -97,7 +98,10 @@ class Copy(Verb):
             args.parser.error(f"{', '.join(map(str, args.runs))}: no finished runs; give folders with a result.json")
         targets: dict[Path, RunFolder] = {}
         for folder in folders:
-            target = args.to / folder.path.resolve().name
+            path = folder.path.resolve()
+            target = args.to / path.name
+            if name_arm(target) != name_arm(path):
+                target = args.to / path.parent.name / path.name
             if target in targets:
                 args.parser.error(f"{targets[target].path} and {folder.path} have the same name; copy them separately")
             if target.exists():
