@@ -50,7 +50,9 @@ SUMMARY = (
 OLMO_GROUPS = ("v2/", "v3/")
 SCORES = ("loss", "perplexity", "bits_per_byte")
 RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
-TRIAL_NAME = re.compile(r"(.*?)(?:-?\b(?:shuffle_)?seed=\d+)*-[0-9a-f]{8}")
+DATE = r"(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])"
+TRIAL_NAME = re.compile(rf"(.*?)(?:-?\b(?:shuffle_)?seed=\d+)*-(?!{DATE}$)[0-9a-f]{{8}}")
+"""The name of a trial ends in a hash; one in 50,000 looks like a date and is not removed."""
 SCORE_KINDS = ("val/", "bigrams/", "ema/")
 SCORE_COLUMN = re.compile(r"(val|bigrams|ema)/(.+)/([a-z_]+)")
 

@@ -173,5 +173,7 @@ def test_arms_are_named_after_the_trial_or_the_config():
         "runs/grid/seed=0-06471341": "grid",
         "runs/noise/wide-seed=0-shuffle_seed=1-06471341": "wide",
         "runs/mine": "mine",
+        "runs/exp-20261123": "exp-20261123",
+        "runs/exp-20261323": "exp",
     }
     assert {path: name_arm(Path(path)) for path in names} == names
