@@ -42,6 +42,8 @@ class Plan(Verb):
         """Print the plan of a config. Raises ConfigError for mistakes, RunError if the run does not fit."""
         if args.effect is not None or args.runs:
             return _plan_pairs(args)
+        if args.baseline:
+            args.parser.error("--baseline requires --effect and --runs")
         args.parser.require_config(args)
         if not 0 < args.mfu <= 1:
             args.parser.error(f"--mfu: expected a number above 0, up to 1, found {args.mfu}")
@@ -66,6 +68,10 @@ def _plan_pairs(args: Namespace) -> int:
         args.parser.error("--effect requires --runs, and --runs requires --effect")
     if not args.effect > 0:
         args.parser.error(f"--effect: expected a number above 0, found {args.effect}")
+    unused = {"--config": args.config, "--json": args.json, "--device": args.device != DEFAULT_DEVICE}
+    unused |= {"--mfu": args.mfu != DEFAULT_MFU} | dict.fromkeys(args.overrides, True)
+    for option in (option for option, is_given in unused.items() if is_given):
+        args.parser.error(f"--effect plans from --runs and has no {option}; omit it")
     from stackexp.reports.report import format_report
     from stackexp.reports.verdict import build_pair_plan
 
