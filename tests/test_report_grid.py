@@ -55,6 +55,17 @@ def test_seeds_are_averaged_and_one_key_has_no_map():
     assert len(report.draw().axes) == 1
 
 
+def test_the_best_trial_may_have_null():
+    trials = [
+        {"trainer.gradient_clip_val": clip, "optimizer.lr": lr} for clip, lr in ((None, 1e-3), (1, 2e-3), (2, 2e-3))
+    ]
+    for i, trial in enumerate(build(list=trials).trials):
+        finish_trial(trial, 2 + i)
+    clip, rate = build_grid("study.yaml").draw().axes
+    assert list(clip.lines[0].get_xdata()) == [1, 2]
+    assert list(rate.lines[0].get_xdata()) == [1e-3]
+
+
 def test_a_sweep_over_other_numbers_has_curves():
     build(grid={"optimizer.lr": [1e-3, 2e-3]})
     (axes,) = build_grid("study.yaml").draw().axes

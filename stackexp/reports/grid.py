@@ -135,11 +135,14 @@ def _list_titles(results: Iterable[Result]) -> list[str]:
 
 
 def select_results(results: Sequence[Result], key: str, center: Values) -> list[Result]:
-    """Return the results sorted by `key` whose other keys have the values of the center, or else of the best one."""
-    reference = results[0]["values"] | center
-    selected = [r for r in results if all(r["values"].get(k) == reference[k] for k in reference.keys() - {key})]
-    numeric = [result for result in selected if type(result["values"].get(key)) in (int, float)]
-    return sorted(numeric, key=lambda result: result["values"][key])
+    """Return the results with a number for `key`, sorted by it.
+
+    Their other keys have the values of the center, or else of the best result with a number.
+    """
+    numeric = [result for result in results if type(result["values"].get(key)) in (int, float)]
+    reference = numeric[0]["values"] | center
+    selected = [r for r in numeric if all(r["values"].get(k) == reference[k] for k in reference.keys() - {key})]
+    return sorted(selected, key=lambda result: result["values"][key])
 
 
 def describe_fixed(values: Values, key: str) -> str:
