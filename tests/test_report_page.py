@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser, poll
+from config_files import build_sweep, finish_trial
 from formal_runs import finish as finish_formal
 from formal_runs import write_run as write_formal_run
 from language_runs import finish, write_run
@@ -44,6 +45,22 @@ def test_the_page_has_every_report_and_loads_nothing(page):
     addresses = re.findall(r' (?:src|href|srcset|data)="([^"]*)"', page)
     assert all(address.startswith(("data:image/png;base64,", "#")) for address in addresses)
     assert "other.json" not in page
+
+
+def test_each_sweep_has_its_own_section(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one/pairs", "two/pairs", "two-pairs"):
+        sweep = build_sweep(name=name, grid={"model.memory.num_heads": [1, 2]})
+        for trial in sweep.trials:
+            finish_trial(trial, 3.0)
+        (sweep.folder / "sweep.yaml").write_text(sweep.to_yaml())
+    page = build_page(Path("runs"))
+    links = re.findall(r'<a href="#([^"]*)">Sweep: ([^<]*)</a>', page)
+    assert [name for _, name in links] == ["one/pairs", "two/pairs", "two-pairs"]
+    assert len({anchor for anchor, _ in links}) == 3
+    assert all(page.count(f'<h2 id="{anchor}">Sweep: {name}</h2>') == 1 for anchor, name in links)
+    monkeypatch.chdir("runs/two-pairs")
+    assert ">Sweep: two-pairs</h2>" in build_page(Path())
 
 
 def test_notes_follow_the_tables_and_are_folded(page):

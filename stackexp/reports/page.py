@@ -69,7 +69,8 @@ def _list_builders(folder: Path) -> Iterator[tuple[str, Builder]]:
     yield "Scaling", partial(build_scaling, [folder])
     yield "Training dynamics", partial(build_dynamics, [folder])
     for sweep in find_sweeps(folder):
-        yield f"Sweep: {sweep.name}", partial(build_grid, str(sweep))
+        name = sweep.resolve().name if sweep == folder else sweep.relative_to(folder).as_posix()
+        yield f"Sweep: {name}", partial(build_grid, str(sweep))
     for path in sorted(folder.glob("*.json")):
         try:
             read_record(path)
@@ -94,7 +95,7 @@ def _format_section(title: str, report: Report, image: Path) -> str:
 
 
 def _anchor(title: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    return re.sub(r"[^\w/.=+-]+", "-", title)
 
 
 def _format_table(table: Table) -> str:
