@@ -31,8 +31,8 @@ DEVIATIONS = ((0.003, 0.0), (0.015, 0.0), (0.03, 0.0), (0.005, 0.01))
 """Standard deviations between seeds, and between sizes beyond the law."""
 
 
-def simulate_coverage(law, num_sizes, num_seeds, step, deviations, repetitions):
-    """Return the part of ladders whose largest size, predicted from the others, is inside the 95 % interval."""
+def simulate_ladders(law, num_sizes, num_seeds, step, deviations, repetitions):
+    """Return the predictions of the largest size from the others, and the part inside their 95 % interval."""
     generator = np.random.default_rng(0)
     sizes = FIRST * step ** np.arange(num_sizes)
     between_seeds, between_sizes = deviations
@@ -44,20 +44,31 @@ def simulate_coverage(law, num_sizes, num_seeds, step, deviations, repetitions):
     squares = known.var(2).sum(1) * num_seeds
     mixture = predict_run(sizes[:-1], np.full(num_sizes - 1, num_seeds), known.mean(2), squares, sizes[-1])
     probability = mixture.cdf(values[:, -1, 0])
-    return np.mean((probability >= 0.025) & (probability <= 0.975))
+    return mixture, np.mean((probability >= 0.025) & (probability <= 0.975))
 
 
 @pytest.mark.parametrize("law", LAWS)
 def test_intervals_cover_the_left_out_largest_size(law):
     for cell in product((4, 6), (1, 3), (3,), ((0.015, 0.0), (0.005, 0.01))):
-        assert simulate_coverage(law, *cell, repetitions=300) >= 0.9, cell
+        assert simulate_ladders(law, *cell, repetitions=300)[1] >= 0.9, cell
+
+
+@pytest.mark.parametrize("law", ["offset", "large offset, steep", "difference, constant", "difference, shrinks"])
+def test_intervals_of_the_model_itself_are_not_too_wide(law):
+    """They widen with the sizes and seeds that are missing; with many of both, 95 % are inside."""
+    limits = {(6, 3, 3, (0.015, 0.0)): 2.8, (8, 8, 2, (0.01, 0.02)): 2.2, (8, 8, 2, (0.02, 0.0)): 1.5}
+    for cell, limit in limits.items():  # multiples of the interval of one run if the law were known
+        mixture, _ = simulate_ladders(law, *cell, repetitions=40)
+        widths = mixture.quantile(0.975) - mixture.quantile(0.025)
+        assert 1 < np.median(widths) / (2 * 1.96 * np.hypot(*cell[-1])) < limit, cell
+    assert simulate_ladders(law, *cell, repetitions=300)[1] < 0.985
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("law", LAWS)
 def test_intervals_cover_the_left_out_largest_size_in_the_full_grid(law):
     for cell in product((4, 5, 6), (1, 2, 3), (2, 3), DEVIATIONS):
-        assert simulate_coverage(law, *cell, repetitions=2000) >= 0.9, cell
+        assert simulate_ladders(law, *cell, repetitions=2000)[1] >= 0.9, cell
 
 
 def test_each_size_is_predicted_from_the_smaller_ones():
