@@ -9,7 +9,7 @@ from pathlib import Path
 import stackexp
 
 ROOT = Path(stackexp.__file__).parent
-BASE = {"config", "tasks", "runs", "run_result", "metric_tags", "files", "frame", "tables", "terminal"}
+BASE = {"config", "tasks", "runs", "run_result", "metric_tags", "files", "frame", "startup", "tables", "terminal"}
 FLOORS = [
     BASE | {"errors", "__init__"},
     {"stack", "sequential"},
