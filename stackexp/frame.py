@@ -10,7 +10,8 @@ best_loss                    lowest mean validation loss, the final evaluation i
 bytes, last_change           size on disk; seconds since 1970
 platform                     device and torch version of the first session
 <key of an option>           each option in config.yaml, such as seed and model.hidden_size; None for null
-<key of result.json>         such as parameters, memory_parameters, seconds_of_last_session, score_41_500
+<key of result.json>         such as parameters, memory_parameters, score_41_500, seconds_of_last_session (without
+                             the earlier sessions of a resumed run)
 val/<set>/<score>            loss, perplexity and bits_per_byte of the final weights on a set
 val/average/<score>          their means over the sets of the run
 bigrams/<set>/<score>        loss and perplexity of bigram counts of the training tokens, bigrams/average included
@@ -33,7 +34,7 @@ from stackexp.errors import ConfigError, RunError
 from stackexp.files import open_regular, read_json
 from stackexp.metric_tags import AVERAGE_LOSS, AVERAGED_STEPS, TRAIN_LOSS
 from stackexp.run_result import check_scores
-from stackexp.runs import RunFolder
+from stackexp.runs import RunFolder, is_metrics
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -255,11 +256,7 @@ def _parse_metrics(path: Path, line: bytes) -> dict[str, Any]:
         values = json.loads(line)
     except (ValueError, RecursionError):
         values = None
-    if (
-        not isinstance(values, dict)
-        or type(values.get("step")) is not int
-        or any(isinstance(value, str | dict | list) for value in values.values())
-    ):
+    if not is_metrics(values):
         raise RunError(f"{path}: a line is damaged: {line[:60].decode(errors='replace').strip()}; delete the line")
     return values
 

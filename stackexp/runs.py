@@ -174,7 +174,7 @@ class RunFolder:
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of metrics.jsonl, except a last line cut off by a kill. Raises RunError for damage."""
         for number, line in enumerate(read_json_lines(self.metrics), 1):
-            if not isinstance(line.get("step"), int) or any(isinstance(v, str | dict | list) for v in line.values()):
+            if not is_metrics(line):
                 raise RunError(f"{self.metrics}: line {number} is not a line of metrics; delete the line")
             yield line
 
@@ -289,6 +289,12 @@ class RunFolder:
             raise FolderBusyError(f"{self.path}: another process uses this folder; wait for it or stop it")
         with file:
             yield
+
+
+def is_metrics(line: Any) -> bool:
+    """Return True for the contents of a line of metrics.jsonl: an object of numbers and nulls, with a step."""
+    is_object = isinstance(line, dict) and type(line.get("step")) is int
+    return is_object and not any(isinstance(value, str | dict | list) for value in line.values())
 
 
 def allocate_run(config: ExperimentConfig) -> RunFolder:

@@ -13,8 +13,8 @@ from sweep_study import ALL_STEPS, TWO, Study
 from stackexp.errors import ConfigError
 from stackexp.sweeps import worker
 from stackexp.sweeps.sweep import load_sweep
-from stackexp.sweeps.trials import Claim, State, Trial, find_cause, read_claim, read_failure, read_status
-from stackexp.sweeps.worker import Machine, has_worker
+from stackexp.sweeps.trials import Claim, State, Trial, find_cause, has_worker, read_claim, read_failure, read_status
+from stackexp.sweeps.worker import Machine
 
 
 @pytest.fixture

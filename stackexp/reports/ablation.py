@@ -21,6 +21,7 @@ from stackexp.reports.arms import (
     Difference,
     Losses,
     average_sets,
+    choose_column,
     compare_arms,
     compute_flops,
     count_runs,
@@ -90,8 +91,7 @@ def build_ablation(
     order = [*(variants[v] for v in PAPER if v in variants), *(a for a in finished if a not in variants.values())]
     comparisons = [compare_arms(a, finished[a], base, finished[base]) for a in order if a != base] if base else []
     paired = [comparison for comparison in comparisons if comparison.pairs]
-    columns = [measure] if measure else ["V2", OTHER, TRAINING]
-    column = next((c for c in columns if all(c in x.differences for x in paired)), columns[-1])
+    column = choose_column(measure, [x.differences for x in paired])
     verdicts = judge_arms({x.arm: x.differences.get(column) for x in paired}, effect)
     tables = [_build_losses(finished, order, variants)]
     if base and paired:

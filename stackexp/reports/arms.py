@@ -9,7 +9,7 @@ import math
 import shlex
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -179,6 +179,12 @@ def read_losses(row: Row) -> Losses:
     """Return the losses of a run: in training, on V2, on V3, and the average of the other sets."""
     loss = row.get("train_loss", math.nan)
     return ({TRAINING: (loss, None)} if math.isfinite(loss) else {}) | average_sets(get_scores(row))
+
+
+def choose_column(measure: str | None, losses: Sequence[Mapping[str, Any]]) -> str:
+    """Return `measure`, or the first of V2, the average and the training loss that all `losses` have."""
+    columns = [measure] if measure else ["V2", OTHER, TRAINING]
+    return next((column for column in columns if all(column in loss for loss in losses)), columns[-1])
 
 
 def average_sets(sets: dict[str, dict[str, float]]) -> Losses:

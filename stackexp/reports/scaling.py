@@ -16,10 +16,10 @@ from stackexp.config.affects import find_changed_keys
 from stackexp.errors import RunError
 from stackexp.frame import Row, get_options
 from stackexp.modules.scores import NORMAL_QUANTILE, get_t_quantile
+from stackexp.reports.arms import SIZES as MODEL_SIZES
 from stackexp.reports.arms import (
-    OTHER,
-    TRAINING,
     DataRecord,
+    choose_column,
     compare_data,
     describe_sweep,
     find_variant,
@@ -32,7 +32,6 @@ from stackexp.reports.arms import (
     select_data_options,
     select_finished,
 )
-from stackexp.reports.arms import SIZES as MODEL_SIZES
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table, new_figure
 from stackexp.sweeps.schema import format_value, shorten_keys
 from stackexp.tables import ABSENT
@@ -184,8 +183,7 @@ def load_ladder(
     source = describe_sweep(paths, "ladder")
     if not rows:
         raise RunError("; ".join([f"{', '.join(map(str, paths))}: no finished runs", source, *notes]))
-    columns = [measure] if measure else ["V2", OTHER, TRAINING]
-    column = next((c for c in columns if all(c in read_losses(row) for row in rows)), columns[-1])
+    column = choose_column(measure, [read_losses(row) for row in rows])
     points, sets, left_out = _read_points(rows, column, irreducible, shorten_keys(by))
     return Ladder(points, rows, column, sets, left_out, notes, source)
 

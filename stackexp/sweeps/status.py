@@ -6,11 +6,10 @@ from collections import Counter
 
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
-from stackexp.files import is_locked
 from stackexp.planning.devices import DEFAULT_DEVICE, DEFAULT_MFU, NOT_ESTIMATED, can_estimate_speed
 from stackexp.sweeps import slurm
 from stackexp.sweeps.sweep import Sweep
-from stackexp.sweeps.trials import WORKERS, State, Status, Trial, read_claim, read_status
+from stackexp.sweeps.trials import State, Status, Trial, has_worker, read_claim, read_status
 from stackexp.tables import ABSENT, format_table
 from stackexp.terminal import format_duration
 
@@ -65,7 +64,7 @@ def _describe_workers(sweep: Sweep) -> str:
     except RunError as error:
         return str(error)
     if not jobs:
-        return "a worker is running" if is_locked(sweep.folder / WORKERS, count_shared=True) else "no worker is running"
+        return "a worker is running" if has_worker(sweep.folder) else "no worker is running"
     counts = Counter(job.state.lower() + f" {job.reason}" * (job.state == "PENDING") for job in jobs)
     return "Slurm jobs: " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
 

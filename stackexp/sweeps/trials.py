@@ -168,6 +168,11 @@ def read_tail(path: Path) -> list[dict[str, Any]]:
 # Claims
 
 
+def has_worker(folder: Path) -> bool:
+    """Return True if a worker runs trials of the sweep in this folder."""
+    return is_locked(folder / WORKERS, count_shared=True)
+
+
 @dataclass(frozen=True)
 class Claim:
     """The host, Slurm job ("" without Slurm), process (None until it has started) and devices of a running trial."""

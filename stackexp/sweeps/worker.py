@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from stackexp.config.compose import to_yaml
 from stackexp.errors import ConfigError, FolderBusyError, RunError, StoppedError
-from stackexp.files import hold_lock, is_locked, try_lock, write_atomically, write_json
+from stackexp.files import hold_lock, try_lock, write_atomically, write_json
 from stackexp.sweeps import slurm
 from stackexp.sweeps.search import Study
 from stackexp.sweeps.status import ChangePrinter
@@ -32,6 +32,7 @@ from stackexp.sweeps.trials import (
     Claim,
     Trial,
     count_failures,
+    has_worker,
     read_claim,
     read_failure,
     record_failure,
@@ -376,11 +377,6 @@ def run_as_fit(name: str, overrides: Sequence[str]) -> int:
     print("\n".join(f"run folder: {trial.folder.path}" for trial in sweep.trials))
     print(f"curves:     tensorboard --logdir {sweep.folder}", flush=True)
     return 0
-
-
-def has_worker(folder: Path) -> bool:
-    """Return True if a worker runs trials of the sweep."""
-    return is_locked(folder / WORKERS, count_shared=True)
 
 
 def is_stop_requested(folder: Path) -> bool:

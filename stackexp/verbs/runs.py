@@ -15,9 +15,10 @@ class List(Verb):
     examples = ("runs list", "runs list runs/quickstart --state unfinished")
 
     def add_arguments(self, parser: Parser) -> None:
+        from stackexp.frame import STATES
+
         parser.add_argument("folders", nargs="*", default=["runs"], metavar="FOLDER", help="default: runs")
-        states = ("finished", "running", "unfinished", "damaged")
-        parser.add_argument("--state", choices=states, help="only the runs in this state")
+        parser.add_argument("--state", choices=STATES, help="only the runs in this state")
         parser.add_argument("--json", **flag("print a list of objects"))
 
     def run(self, args: Namespace) -> int:
