@@ -7,7 +7,9 @@ import pytest
 from config_files import build_sweep, finish_trial
 
 from stackexp import cli
+from stackexp.frame import read_run
 from stackexp.planning import cost
+from stackexp.reports import grid
 from stackexp.reports.grid import collect_results, select_results
 from stackexp.sweeps import is_run_as_fit
 from stackexp.sweeps.sweep import load_sweep
@@ -48,13 +50,16 @@ def test_only_the_seed_is_removed_from_the_names(capsys):
     assert read_lines(capsys)[2][0] == "trial"
 
 
-def test_bigram_counts_are_the_last_row(capsys):
+def test_bigram_counts_are_the_last_row(capsys, monkeypatch):
+    folders = []
+    monkeypatch.setattr(grid, "read_run", lambda folder: folders.append(folder) or read_run(folder))
     sweep = build_sweep(grid={H: [1, 2]}, seeds=[0, 1])
     for trial, loss in zip(sweep.trials, [3.0, 3.2, 2.0], strict=False):
         bigrams = {"sets": {}, "average": {"loss": 4.0 + trial.values["seed"]}}
         finish_trial(trial, loss, bigrams=bigrams, tokens=1024)
     assert cli.main(["sweep", "results", "study.yaml"]) == 0
     assert read_lines(capsys)[-1] == ["bigram", "counts", "4.5000", *[ABSENT] * 4]
+    assert len(folders) == len(set(folders)), "each run is read once"
     assert cli.main(["report", "grid", "study.yaml"]) == 0
     assert ["bigram", "counts", "4.5000", *[ABSENT] * 4] in read_lines(capsys)
     finish_trial(sweep.trials[-1], 2.0, bigrams=bigrams, tokens=2048)

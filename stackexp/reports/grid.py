@@ -33,7 +33,8 @@ MAX_TICKS = 8
 """An axis with at most this many values has a tick at each."""
 Result = dict[str, Any]
 """The finished trials that differ only in their seed: name, values (without the seed), seeds, objective, losses (by
-title), parameters, memory_parameters, trials. Objective and losses have mean and std, 0 for one seed."""
+title), parameters, memory_parameters, trials, rows (of these runs). Objective and losses have mean and std, 0 for one
+seed."""
 
 
 def find_sweeps(folder: Path) -> list[Path]:
@@ -60,7 +61,7 @@ def collect_results(sweep: Sweep) -> list[Result]:
 
 
 def _build_result(trials: list[Trial], objectives: list[Any]) -> Result:
-    rows = [read_run(trial.folder) for trial in trials]
+    rows = [flatten_config(trial.config) | read_run(trial.folder) for trial in trials]
     losses = {title: [row[key] for row in rows if key in row] for title, key in LOSSES.items()}
     label = trials[0].name.rpartition("-")[0]
     return {
@@ -72,6 +73,7 @@ def _build_result(trials: list[Trial], objectives: list[Any]) -> Result:
         "parameters": rows[0].get("parameters"),
         "memory_parameters": rows[0].get("memory_parameters"),
         "trials": [trial.name for trial in trials],
+        "rows": rows,
     }
 
 
@@ -111,9 +113,8 @@ def build_table(sweep: Sweep, results: Sequence[Result]) -> Table:
         sizes = (result["parameters"], result["memory_parameters"])
         counts = [str(result["seeds"]), *(ABSENT if size is None else f"{size:,}" for size in sizes)]
         lines.append([result["name"], *map(_format_spread, spreads), *counts])
-    finished = [trial for trial in sweep.trials if trial.folder.is_finished]
-    rows = [flatten_config(trial.config) | read_run(trial.folder) for trial in finished]
-    for name, runs in group_bigrams((row["arm"], row) for row in rows if "bigrams/average/loss" in row):
+    rows = [row for result in results for row in result["rows"] if "bigrams/average/loss" in row]
+    for name, runs in group_bigrams((row["arm"], row) for row in rows):
         loss = statistics.mean(row["bigrams/average/loss"] for row in runs)
         is_validation = [OBJECTIVES.get(column, column) == "validation loss" for column in columns]
         lines.append([name, *(f"{loss:.4f}" if shown else ABSENT for shown in is_validation), *[ABSENT] * 3])

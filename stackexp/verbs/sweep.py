@@ -122,7 +122,7 @@ class Results(Verb):
 
         rows = collect_results(sweep)
         if args.json:
-            print(json.dumps(rows, indent=2))
+            print(json.dumps([{k: value for k, value in row.items() if k != "rows"} for row in rows], indent=2))
         else:
             print(format_results(sweep, rows, style="markdown" if args.markdown else "terminal"))
         for note in describe_unscored(sweep):
