@@ -3,8 +3,6 @@
 Figures have one style.
 """
 
-import csv
-import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -125,14 +123,11 @@ def _convert_cell(cell: str) -> str:
     return re.sub(r"\*(.+?)\*", r"\\emph{\1}", text)
 
 
-def format_csv(records: list[dict[str, Any]]) -> str:
-    """Return a header and one line for each record."""
-    text = io.StringIO()
-    columns = dict.fromkeys(key for record in records for key in record)
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return text.getvalue()
+def write_csv(records: list[dict[str, Any]], path: Path) -> None:
+    """Write a header and one line for each record. Missing values, None and NaN are empty."""
+    import pandas as pd
+
+    pd.DataFrame(records, dtype=object).to_csv(path, index=False, lineterminator="\n")
 
 
 # Figures

@@ -68,7 +68,7 @@ class ReportVerb(Verb):
     def run(self, args: Namespace) -> int:
         args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
         args.parser.check_output("--csv", args.csv, [".csv"])
-        from stackexp.reports.report import format_csv, format_report, save_figure
+        from stackexp.reports.report import format_report, save_figure, write_csv
 
         module, _, function = self.builder.partition(":")
         build = getattr(importlib.import_module(f"stackexp.{module}"), function)
@@ -77,7 +77,7 @@ class ReportVerb(Verb):
             report = dataclasses.replace(report, notes=[])
         print(format_report(report, "markdown" if args.markdown else "latex" if args.latex else "terminal"))
         if args.csv:
-            args.csv.write_text(format_csv(report.records), encoding="utf-8")
+            write_csv(report.records, args.csv)
         if args.figure and report.draw is None:
             print(f"{args.figure}: not drawn, there is nothing to compare yet", file=sys.stderr)
         elif args.figure:
