@@ -66,11 +66,26 @@ def load_runs(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
     """
     import pandas as pd
 
+    rows = read_rows(paths)
+    return pd.DataFrame({key: _build_column([row.get(key, _EMPTY) for row in rows]) for key in _list_columns(rows)})
+
+
+def read_rows(paths: Path | str | Iterable[Path | str]) -> list[Row]:
+    """Return the rows of `load_runs` as dictionaries without empty values. A null option is not empty, but None."""
     rows = [read_run(folder) for folder in find_runs([paths] if isinstance(paths, Path | str) else paths)]
-    keys = dict.fromkeys(key for row in rows for key in row)
-    rest = [key for key in keys if key not in SUMMARY]
+    columns = _list_columns(rows)
+    return [{key: value for key in columns if not _is_nan(value := row.get(key, math.nan))} for row in rows]
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _list_columns(rows: Iterable[Row]) -> list[str]:
+    """Return the columns of the DataFrame: the summary, then options, values of result.json, and scores."""
+    rest = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in SUMMARY]
     rest.sort(key=lambda key: (key.startswith(SCORE_KINDS), not is_option(key)))
-    return pd.DataFrame({key: _build_column([row.get(key, _EMPTY) for row in rows]) for key in (*SUMMARY, *rest)})
+    return [*SUMMARY, *rest]
 
 
 def _build_column(values: list[Any]) -> "pd.Series":
@@ -92,11 +107,7 @@ def list_rows(frame: "pd.DataFrame") -> list[Row]:
 
     columns = [column.tolist() for _, column in frame.items()]
     return [
-        {
-            key: value
-            for key, value in zip(frame, row, strict=True)
-            if value is not pd.NA and not (isinstance(value, float) and math.isnan(value))
-        }
+        {key: value for key, value in zip(frame, row, strict=True) if value is not pd.NA and not _is_nan(value)}
         for row in zip(*columns, strict=True)
     ]
 

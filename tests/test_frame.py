@@ -14,7 +14,7 @@ from language_runs import finish, write_run
 import stackexp
 from stackexp.cli import main
 from stackexp.errors import RunError
-from stackexp.frame import get_options, get_scores, list_rows, load_runs, name_arm, read_run
+from stackexp.frame import get_options, get_scores, list_rows, load_runs, name_arm, read_rows, read_run
 from stackexp.runs import RunFolder
 
 V2_SCORES = {"v2/c4": {"loss": 3.0, "perplexity": 21.0}}
@@ -55,6 +55,8 @@ def test_options_have_types_and_keep_null_apart_from_missing(runs):
     assert plain["model.memory"] is None
     assert "model.memory" not in queue
     assert queue["model.memory.discipline"] == "queue"
+    rows = read_rows(runs)
+    assert [list(row.items()) for row in rows] == [list(plain.items()), list(queue.items())]
     assert get_options(queue) == RunFolder(runs / "queue-seed=1-0123abcd").read_options()
     assert get_scores(plain) == {"held-out": {"loss": 3.5, "perplexity": 350.0}}
     frame = load_runs([runs])

@@ -22,7 +22,7 @@ from stackexp.config.compose import load_config
 from stackexp.data import hash_log
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.scores import read_chunk_losses
-from stackexp.frame import OLMO_GROUPS, Row, get_options, get_scores, list_rows, load_runs
+from stackexp.frame import OLMO_GROUPS, Row, get_options, get_scores, read_rows
 from stackexp.modules.scores import (
     Noise,
     SamplingError,
@@ -65,7 +65,7 @@ def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple
     `with_generated_data` includes runs on formal languages and arithmetic. Of several finished runs with the same seed,
     the last one counts, sorted by path. Raises RunError if there are no runs.
     """
-    rows = list_rows(load_runs(paths))
+    rows = read_rows(paths)
     rows = [row for row in rows if with_generated_data or row.get("data.kind") not in GENERATED_DATA]
     damaged = [row["problem"] for row in rows if row["state"] == "damaged"]
     notes = [f"{count_runs(len(damaged))} skipped: {'; '.join(damaged)}"] if damaged else []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.errors import RunError
-from stackexp.frame import Row, get_scores, list_rows, load_runs, name_runs
+from stackexp.frame import Row, get_scores, name_runs, read_rows
 from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
 from stackexp.reports.arms import check_same_data, group_bigrams
 from stackexp.reports.report import Report, Table, abbreviate_thousands, new_figure, smooth_losses
@@ -84,7 +84,7 @@ def build_comparison(paths: Sequence[Path], different_data: bool = False) -> Rep
     without a result have no scores. Small models get a last row: the scores of bigram counts of their training tokens.
     Raises RunError if there are no runs, or if their training data differ and `different_data` is false.
     """
-    rows = list_rows(load_runs(paths))
+    rows = read_rows(paths)
     if not rows:
         raise RunError(f"{', '.join(map(str, paths))}: no run folders; give run folders or folders of them")
     notes = [f"damaged: {row['problem']}" for row in rows if row["problem"]]

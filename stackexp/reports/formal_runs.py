@@ -19,7 +19,7 @@ from stackexp.config.yaml_files import Leaf
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.accuracy import Lengths, average_accuracy, parse_accuracy
 from stackexp.files import read_json
-from stackexp.frame import Row, find_runs, get_options, list_rows, list_tests, load_runs
+from stackexp.frame import Row, find_runs, get_options, list_tests, read_rows
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 from stackexp.tasks import CHOMSKY_TASKS, TASKS
@@ -232,7 +232,7 @@ def read_runs(paths: Sequence[Path | str], lengths: Lengths) -> tuple[list[Forma
             raise RunError(f"{path}: no run folder in it or below; give runs/<name>/<id>, or a folder of run folders")
     found: dict[str, list[tuple[Row, list[Evaluation]]]] = defaultdict(list)
     skipped: dict[str, list[str]] = defaultdict(list)
-    for row in list_rows(load_runs(paths)):
+    for row in read_rows(paths):
         if row["state"] == "damaged":
             skipped[f"skipped, {row['problem']}"].append(row["path"])
         elif row.get("data.kind") != "formal_language" or not isinstance(row.get("data.task"), str):

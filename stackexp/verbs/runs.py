@@ -22,13 +22,13 @@ class List(Verb):
         parser.add_argument("--json", **flag("print a list of objects"))
 
     def run(self, args: Namespace) -> int:
-        from stackexp.frame import list_rows, load_runs
+        from stackexp.frame import read_rows
         from stackexp.reports.compare import format_list
 
         for folder in args.folders:
             if not Path(folder).is_dir():
                 args.parser.error(f"{folder}: no such folder; give a folder of runs, such as runs/")
-        rows = [row for row in list_rows(load_runs(args.folders)) if args.state in (None, row["state"])]
+        rows = [row for row in read_rows(args.folders) if args.state in (None, row["state"])]
         if args.json:
             print(json.dumps([_summarize(row) for row in rows], indent=2))
         elif rows:
