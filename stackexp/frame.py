@@ -101,17 +101,6 @@ def _build_column(values: list[Any]) -> "pd.Series":
     return pd.Series(values, dtype=object)
 
 
-def list_rows(frame: "pd.DataFrame") -> list[Row]:
-    """Return the rows of a DataFrame as dictionaries without empty values. A null option is not empty, but None."""
-    import pandas as pd
-
-    columns = [column.tolist() for _, column in frame.items()]
-    return [
-        {key: value for key, value in zip(frame, row, strict=True) if value is not pd.NA and not _is_nan(value)}
-        for row in zip(*columns, strict=True)
-    ]
-
-
 def is_option(column: str) -> bool:
     """Return True for the key of an option."""
     return column in ("name", "seed", "plugins") or ("." in column and not column.startswith(SCORE_KINDS))

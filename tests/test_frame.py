@@ -14,7 +14,7 @@ from language_runs import finish, write_run
 import stackexp
 from stackexp.cli import main
 from stackexp.errors import RunError
-from stackexp.frame import get_options, get_scores, list_rows, load_runs, name_arm, read_rows, read_run
+from stackexp.frame import get_options, get_scores, load_runs, name_arm, read_rows, read_run
 from stackexp.runs import RunFolder
 
 V2_SCORES = {"v2/c4": {"loss": 3.0, "perplexity": 21.0}}
@@ -51,7 +51,7 @@ def test_a_row_for_each_run(runs):
 
 
 def test_options_have_types_and_keep_null_apart_from_missing(runs):
-    plain, queue = list_rows(load_runs([runs]))
+    plain, queue = read_rows([runs])
     assert plain["model.memory"] is None
     assert "model.memory" not in queue
     assert queue["model.memory.discipline"] == "queue"
@@ -119,7 +119,7 @@ def test_damage_is_a_state_and_only_regular_files_are_read(runs, file):
     for content in CONTENTS if file != ".lock" else ():
         before = (run / file).read_bytes() if (run / file).exists() else None
         (run / file).write_text(content)
-        row = list_rows(load_runs(runs))[0]
+        row = read_rows(runs)[0]
         assert row["state"] == ("finished" if (file, content) in VALID else "damaged"), content
         assert (file in row["problem"]) == (row["state"] == "damaged")
         assert "\n" not in row["problem"]
@@ -127,7 +127,7 @@ def test_damage_is_a_state_and_only_regular_files_are_read(runs, file):
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         (run / file).unlink(missing_ok=True)
         make(run / file)
-        row = list_rows(load_runs([runs]))[0]
+        row = read_rows([runs])[0]
         assert row["state"] == "damaged"
         assert "not a regular file" in row["problem"]
 

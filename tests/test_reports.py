@@ -12,7 +12,7 @@ from stackexp.cli import main
 from stackexp.errors import RunError
 from stackexp.evaluation.scores import format_scores
 from stackexp.files import append_json_line
-from stackexp.frame import list_rows, load_runs, name_runs, read_run
+from stackexp.frame import name_runs, read_rows, read_run
 from stackexp.reports.arms import check_same_data
 from stackexp.reports.compare import build_comparison, draw_losses
 from stackexp.reports.report import format_report, save_figure
@@ -100,7 +100,7 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys):
     assert "; average seeds with `report ablation`, or compare them anyway with" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "one" / "20261127-120000-0009")
     folders[1].result.unlink()
-    found = list_rows(load_runs(runs))
+    found = read_rows(runs)
     cells = [cell.strip() for cell in format_comparison(runs)[3].split("|")[1:-1]]
     assert cells == ["two", "unfinished", "2", "2,048", *"\u2013\u2013", "2.000", *"\u2013\u2013\u2013"]
     trials = [Path(f"sweep/queue-seed={seed}-0123abcd") for seed in (0, 1)]

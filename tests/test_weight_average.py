@@ -16,7 +16,7 @@ from stackexp.config.compose import compose
 from stackexp.errors import RunError
 from stackexp.evaluation.request import ResumableEvaluation
 from stackexp.files import read_json_lines
-from stackexp.frame import list_rows, load_runs
+from stackexp.frame import read_rows
 from stackexp.models import checkpoints
 from stackexp.models.checkpoints import write_weights
 from stackexp.modules.optimizers import WeightAverage
@@ -107,7 +107,7 @@ def test_every_reader_of_weights_takes_the_average(averaged, tiny, tmp_path, cap
     assert result["average"]["loss"] == pytest.approx(raw["average"]["loss"], abs=1e-6)
     assert result["ema"]["sets"].keys() == raw["sets"].keys()
     assert result["ema"]["average"]["loss"] == pytest.approx(ema["average"]["loss"], abs=1e-6)
-    (row,) = list_rows(load_runs(averaged.path))
+    (row,) = read_rows(averaged.path)
     assert row["ema/average/loss"] == result["ema"]["average"]["loss"]
     assert row["val/average/loss"] == result["average"]["loss"]
 

@@ -1,5 +1,6 @@
 """Inspect datasets for `data inspect`: their figures, damaged files, document lengths and some samples."""
 
+import shlex
 import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -148,7 +149,7 @@ def inspect_path(path: Path, options: InspectOptions) -> list[Inspection]:
         raise RunError(f"{path}: not finished, {count} units so far; run the same data prepare command to resume")
     datasets = find_sets(path.name, path)
     if path.is_file() and not path.name.lower().endswith(TOKEN_SUFFIXES):
-        command = f"python -m stackexp data prepare {path} --to FOLDER"
+        command = f"python -m stackexp data prepare {shlex.quote(str(path))} --to FOLDER --vocab-size 4096"
         raise RunError(f"{path}: text, not tokens; tokenize it with: {command}")
     inspections = [Inspection(dataset) for dataset in datasets.values()]
     for inspection in inspections:

@@ -11,7 +11,7 @@ import torch
 
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.loading import LoadedRun, load_run
-from stackexp.frame import list_rows, load_runs
+from stackexp.frame import read_rows
 from stackexp.inspection.inspect import InspectionInput, open_run_data, open_set, open_task, record
 from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.stack_recording import ACTIONS, find_stacks
@@ -92,7 +92,7 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
 
 def build_arithmetic_actions(folder: Path) -> Report:
     """Build the report of the arithmetic runs at or below `folder`. Raises RunError if there are none."""
-    runs = [Path(row["path"]) for row in list_rows(load_runs(folder)) if row.get("data.kind") == "arithmetic"]
+    runs = [Path(row["path"]) for row in read_rows([folder]) if row.get("data.kind") == "arithmetic"]
     if not runs:
         raise RunError(f"{folder}: no runs on arithmetic; run `python -m stackexp sweep run arithmetic`")
     return build_actions(runs)
