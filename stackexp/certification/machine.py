@@ -32,9 +32,9 @@ class Machine:
     @torch.no_grad()
     def read(self, cache: Cache, tokens: np.ndarray) -> Cache:
         """Return the state after tokens [B, T]."""
-        states, tokens = [], torch.from_numpy(np.ascontiguousarray(tokens))
-        for rows, state in self._split(cache, len(tokens)):
-            for part in tokens[rows].split(1 if self.grid or self.batch_size else CHUNK, 1):
+        states, ids = [], torch.from_numpy(np.ascontiguousarray(tokens))
+        for rows, state in self._split(cache, len(ids)):
+            for part in ids[rows].split(1 if self.grid or self.batch_size else CHUNK, 1):
                 self.model(part, state, return_hidden=True)
                 if self.grid:
                     for layer, stack in state.states.items():

@@ -221,7 +221,8 @@ def close_states(machine: Machine, num_symbols: int) -> tuple[Automaton, int] | 
     """
     assert machine.batch_size is not None
     numbers: dict[bytes, int] = {b"": 0}
-    transitions, answers, levels = [], [-1], []
+    transitions, answers = [], [-1]
+    levels: list[tuple[Cache, np.ndarray | None, list]] = []
     frontier, ids = Cache(), np.zeros(1, np.int64)
     while len(ids):
         before = select_rows(frontier, np.repeat(np.arange(len(ids)), num_symbols))
