@@ -110,11 +110,11 @@ def compile_stack_kernels() -> None:
 def test_a_process_that_hangs_is_named(program, tiny, tmp_path):
     compile_stack_kernels()
     hang = write_faulty_plugin(tmp_path, "time.sleep(1000)")
-    process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS, hang, "trainer.collective_timeout_seconds=6")
+    process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS, hang, "trainer.collective_timeout_seconds=12")
     output, _ = read_to_end(process, 120)
     assert process.returncode == 1
     (line,) = [line for line in output.splitlines() if line.startswith("error: no progress")]
-    assert "no progress for 6 s: rank 1 at " in line
+    assert "no progress for 12 s: rank 1 at " in line
     assert "faulty.py:6 (faulty_forward); the others wait at torch/distributed/" in line
 
 
