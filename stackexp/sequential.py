@@ -196,33 +196,9 @@ def find_detectable_effect(pairs: int, deviation: float, level: float = LEVEL, p
 
 
 def estimate_deviation(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the standard deviation of differences, and its 95 % interval."""
-    deviation = float(np.std(values, ddof=1))
-    low, high = bound_deviation(len(values) - 1)
-    return deviation, deviation * low, deviation * high
-
-
-def pool_deviations(values: np.ndarray) -> tuple[float, float, float]:
-    """Return the standard deviation of a pair, pooled over arms [arms, seeds], and its 95 % interval.
-
-    All arms share the baseline's runs, so their differences are correlated. The variance is that of the seeds' means
-    plus that of the rest. The interval is a generalized one (Weerahandi 1993): quantiles of this sum when each sum of
-    squares is divided by a random chi-square instead of its degrees of freedom. By simulation, it covers 0.94 to 0.98.
-    """
-    arms, seeds = values.shape
-    centered = values - values.mean(1, keepdims=True)
-    common = centered.mean(0)
-    squares = np.array([(common**2).sum(), (1 - 1 / arms) * ((centered - common) ** 2).sum()])
-    degrees = np.array([seeds - 1, (arms - 1) * (seeds - 1)])[: min(arms, 2)]
-    chi_squares = np.random.default_rng(0).chisquare(degrees, (5_000, len(degrees)))
-    variances = np.sum(squares[: len(degrees)] / chi_squares, 1)
-    low, high = np.sqrt(np.quantile(variances, [LEVEL / 2, 1 - LEVEL / 2]))
-    return math.sqrt(np.sum(squares[: len(degrees)] / degrees)), float(low), float(high)
-
-
-def bound_deviation(degrees: int) -> tuple[float, float]:
-    """Return the 95 % interval of a standard deviation, relative to its estimate, by the chi-square distribution."""
+    """Return the standard deviation of differences, and its 95 % interval by the chi-square distribution."""
     from scipy.special import chdtri
 
+    deviation, degrees = float(np.std(values, ddof=1)), len(values) - 1
     low, high = (math.sqrt(degrees / float(chdtri(degrees, p))) for p in (LEVEL / 2, 1 - LEVEL / 2))
-    return low, high
+    return deviation, deviation * low, deviation * high

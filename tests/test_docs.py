@@ -94,7 +94,8 @@ def test_commands_in_messages_parse(folder):
                 command = shlex.split(found)
                 if "[" not in found and {"--help", "..."}.isdisjoint(command):
                     name = find_verb(command, cli.VERBS)
-                    load_verb(name)[1].parse(command[len(name.split()) :])
+                    assert name in cli.VERBS, f"{path}: {found}"
+                    load_verb(name)[1].parse(command[len(name.split()) :])  # raises an error for an invalid one
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

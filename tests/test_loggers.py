@@ -148,20 +148,20 @@ def test_a_logger_receives_the_lines_that_earlier_sessions_have_not_sent(client,
     step_1, step_2 = ({"step": n, "tokens": 8 * n, "time": 1.5, LOSS: 5.5 - n, "train/lr": 0.1} for n in (1, 2))
     validation = {"step": 2, "tokens": 16, "time": 2.5, "val/loss/average": 3.25}
     write_json_lines(run.metrics, [])
-    assert not find_sent_lines(logger, run).include(step_1), "a new run"
+    assert not find_sent_lines(logger, run).includes(step_1), "a new run"
     for line in (step_1, step_2):
         send_line(logger, line)
     write_json_lines(run.metrics, [step_1, step_2])
     sent = find_sent_lines(logger, run)
-    assert [sent.include(line) for line in (step_1, step_2, validation)] == [True, True, False]
-    assert sent.include(step_2 | {LOSS: 3.6}), "repeated on a GPU, which rounds differently"
-    assert not sent.include(step_2 | {"step": 3})
+    assert [sent.includes(line) for line in (step_1, step_2, validation)] == [True, True, False]
+    assert sent.includes(step_2 | {LOSS: 3.6}), "repeated on a GPU, which rounds differently"
+    assert not sent.includes(step_2 | {"step": 3})
 
     write_json_lines(run.metrics, [step_1, step_2, validation])
     is_known = open_one is Lines  # a kill may have been between writing and sending; only servers can be asked
-    assert find_sent_lines(logger, run).include(validation) == is_known
+    assert find_sent_lines(logger, run).includes(validation) == is_known
     send_line(logger, validation)
-    assert find_sent_lines(logger, run).include(validation)
+    assert find_sent_lines(logger, run).includes(validation)
 
 
 def test_local_files_have_each_step_once_after_a_kill(tiny, tmp_path):

@@ -1,11 +1,13 @@
 """The noise of a pair by source, from grids of seeds and data orders."""
 
+import math
+
 import numpy as np
 import pytest
 from language_runs import finish, write_run
 
 from stackexp.cli import main
-from stackexp.reports.noise import ORDER, REST, SEED, TOTAL, split_variance
+from stackexp.reports.noise import ORDER, REST, SEED, TOTAL, pool_deviations, split_variance
 
 
 @pytest.mark.parametrize("deviations", [(1.0, 0.5, 0.3), (0.0, 1.0, 1.0), (0.2, 0.2, 2.0)])
@@ -60,3 +62,16 @@ def test_plan_splits_the_noise_of_a_grid(tmp_path, capsys):
     next(tmp_path.glob("stack-seed=2-shuffle_seed=1-*")).joinpath("result.json").unlink()
     assert main(command) == 1
     assert "1 run missing, the first with seed=2, shuffle_seed=1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arms", "seeds"), [(17, 3), (4, 3), (2, 8), (1, 4)])
+@pytest.mark.parametrize("shared", [0.0, 0.7])
+def test_the_pooled_deviation_allows_for_the_shared_baseline(arms, seeds, shared, monkeypatch):
+    """`shared` is the part of the variance that the runs of the baseline add to all arms."""
+    monkeypatch.setattr("stackexp.reports.noise.DRAWS", 2000)
+    random = np.random.default_rng(arms + seeds)
+    values = math.sqrt(shared) * random.standard_normal((400, 1, seeds))
+    values = values + math.sqrt(1 - shared) * random.standard_normal((400, arms, seeds)) + random.random((arms, 1))
+    found = np.array([pool_deviations(row) for row in values])
+    assert np.mean((found[:, 1] < 1) & (found[:, 2] > 1)) == pytest.approx(0.955, abs=0.03)
+    assert np.mean(found[:, 0] ** 2) == pytest.approx(1, abs=0.15)

@@ -19,7 +19,6 @@ from stackexp.sequential import (
     find_barrier,
     find_detectable_effect,
     judge,
-    pool_deviations,
 )
 
 
@@ -141,18 +140,6 @@ def test_the_deviation_has_its_own_interval():
     random = np.random.default_rng(0)
     bounds = [estimate_deviation(row)[1:] for row in random.standard_normal((2000, 4))]
     assert np.mean([low < 1 < high for low, high in bounds]) == pytest.approx(0.95, abs=0.015)
-
-
-@pytest.mark.parametrize(("arms", "seeds"), [(17, 3), (4, 3), (2, 8), (1, 4)])
-@pytest.mark.parametrize("shared", [0.0, 0.7])
-def test_the_pooled_deviation_allows_for_the_shared_baseline(arms, seeds, shared):
-    """`shared` is the part of the variance that the runs of the baseline add to all arms."""
-    random = np.random.default_rng(arms + seeds)
-    values = math.sqrt(shared) * random.standard_normal((400, 1, seeds))
-    values = values + math.sqrt(1 - shared) * random.standard_normal((400, arms, seeds)) + random.random((arms, 1))
-    found = np.array([pool_deviations(row) for row in values])
-    assert np.mean((found[:, 1] < 1) & (found[:, 2] > 1)) == pytest.approx(0.955, abs=0.03)
-    assert np.mean(found[:, 0] ** 2) == pytest.approx(1, abs=0.15)
 
 
 def test_looks_are_as_frequent_as_busy_workers_allow():

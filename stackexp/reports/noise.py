@@ -30,6 +30,7 @@ from stackexp.tables import ABSENT
 
 ORDER_SEED = "data.shuffle_seed"
 DRAWS = 20_000
+ENDS = (LEVEL / 2, 1 - LEVEL / 2)
 SEED, ORDER, REST, TOTAL = "initialization", "data order", "both together", "one pair"
 
 Deviation = tuple[float, float, float]
@@ -110,7 +111,7 @@ def split_variance(values: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray
     rest = values - mean - seeds - orders
     squares = [(n * part**2).sum((-2, -1)) for n, part in ((num_orders, seeds), (num_seeds, orders), (1, rest))]
     degrees = [num_seeds - 1, num_orders - 1, (num_seeds - 1) * (num_orders - 1)]
-    chi_squares = np.random.default_rng(0).chisquare(degrees, (DRAWS, 3)).T
+    chi_squares = _draw_chi_squares(degrees)
 
     def combine(by_seed: np.ndarray, by_order: np.ndarray, by_rest: np.ndarray) -> dict[str, np.ndarray]:
         parts = {SEED: (by_seed - by_rest) / num_orders, ORDER: (by_order - by_rest) / num_seeds, REST: by_rest}
@@ -119,8 +120,34 @@ def split_variance(values: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray
 
     estimates = combine(*(s / d for s, d in zip(squares, degrees, strict=True)))
     drawn = combine(*(s[..., None] / c for s, c in zip(squares, chi_squares, strict=True)))
-    ends = (LEVEL / 2, 1 - LEVEL / 2)
-    return {name: (estimates[name], *np.quantile(drawn[name], ends, axis=-1)) for name in estimates}
+    return {name: (estimates[name], *np.quantile(drawn[name], ENDS, axis=-1)) for name in estimates}
+
+
+def _draw_chi_squares(degrees: Sequence[int]) -> np.ndarray:
+    """Return random values [len(degrees), DRAWS], the same in each call."""
+    return np.random.default_rng(0).chisquare(degrees, (DRAWS, len(degrees))).T
+
+
+def pool_deviations(values: np.ndarray) -> Deviation:
+    """Return the standard deviation of a pair, pooled over arms, and its 95 % interval.
+
+    All arms share the baseline's runs, so their differences are correlated. The variance is that of the seeds' means
+    plus that of the rest. The interval is a generalized one, as in `split_variance`; by simulation, it covers 0.94 to
+    0.98.
+
+    Args:
+        values: Differences [arms, seeds], at least two seeds.
+    """
+    arms, seeds = values.shape
+    centered = values - values.mean(1, keepdims=True)
+    common = centered.mean(0)
+    squares = [(common**2).sum(), (1 - 1 / arms) * ((centered - common) ** 2).sum()]
+    degrees = [seeds - 1, (arms - 1) * (seeds - 1)]
+    used = slice(min(arms, 2))  # one arm has no rest
+    estimate = sum(s / d for s, d in zip(squares[used], degrees[used], strict=True))
+    drawn = sum(s / c for s, c in zip(squares[used], _draw_chi_squares(degrees[used]), strict=True))
+    deviation, low, high = np.sqrt([estimate, *np.quantile(drawn, ENDS)]).tolist()
+    return deviation, low, high
 
 
 def measure_pair_deviation(grid: Grid) -> Deviation:

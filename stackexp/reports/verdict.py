@@ -14,7 +14,7 @@ from stackexp.metric_tags import AVERAGED_STEPS, TOKENS_PER_SECOND, TRAIN_LOSS
 from stackexp.reports.arms import OTHER, TRAINING, compare_arms, find_baseline, load_arms, read_losses, select_finished
 from stackexp.reports.compare import format_loss, read_curve
 from stackexp.reports.interventions import build_interventions
-from stackexp.reports.noise import Grid, build_noise, find_grids, measure_pair_deviation
+from stackexp.reports.noise import Grid, build_noise, find_grids, measure_pair_deviation, pool_deviations
 from stackexp.reports.report import PALETTE, Report, Table, new_figure
 from stackexp.runs import RunFolder
 from stackexp.sequential import (
@@ -26,7 +26,6 @@ from stackexp.sequential import (
     count_pairs,
     estimate_deviation,
     find_detectable_effect,
-    pool_deviations,
 )
 from stackexp.sweeps.controls import ADAPTER, FLOPS, PARAMETERS, PLAIN, SCALE, STREAM
 from stackexp.sweeps.schema import format_value, shorten_keys

@@ -122,7 +122,7 @@ class SentLines:
     step: int = 0
     tags: frozenset[str] = frozenset()
 
-    def include(self, line: dict[str, Any]) -> bool:
+    def includes(self, line: dict[str, Any]) -> bool:
         """Return True if the logger has received a line, which a resumed run may repeat with slightly other tags."""
         return line["step"] < self.step or (line["step"] == self.step and not self.tags.isdisjoint(line))
 

@@ -106,7 +106,7 @@ class MetricsLog(StepCallback):
 
     def _send(self, logger: Logger, line: dict[str, Any]) -> None:
         """Send a line, unless a session before this one has sent it; a resumed run repeats lines."""
-        if not self._sent[logger].include(line):
+        if not self._sent[logger].includes(line):
             send_line(logger, line)
 
     def _call_loggers(self, call: Callable[[Logger], None]) -> None:
