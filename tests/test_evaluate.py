@@ -108,6 +108,17 @@ def test_score_remainder_scores_every_token_but_the_first_once(fitted):
     assert record["keep_remainder"]
 
 
+def test_max_chunks_scores_evenly_spaced_chunks(fitted):
+    record = evaluate(fitted, "data.max_chunks=2", "--sets", "v2/a,v2/b")
+    for name in ("a", "b"):
+        total = LENGTHS[name] // CHUNK
+        assert total > 2, "otherwise nothing is left out"
+        losses, counts = compute_losses(fitted, make_tokens(name), [0, total // 2 * CHUNK])
+        figures = record["sets"][f"v2/{name}"]
+        assert figures["instances"] == 2
+        assert figures["loss"] == pytest.approx(np.mean(np.divide(losses, counts)), rel=1e-6)
+
+
 def test_batch_size_and_process_count_do_not_change_scores(fitted, record, tmp_path):
     again = evaluate(fitted, "data.eval_batch_size=1")["sets"]
     two = ("trainer.devices=2", "data.micro_batch_size=2", "data.eval_batch_size=3")
@@ -317,7 +328,12 @@ def test_set_key_changes_with_every_input_of_its_scores(fitted, many_sets):
 
     first = keys()
     assert keys("data.eval_batch_size=3", "trainer.devices=1", "logging.progress_bar=false") == first
-    others = [keys("data.score_remainder=true"), keys("data.context_length=16"), keys(checkpoint="00000008")]
+    others = [
+        keys("data.score_remainder=true"),
+        keys("data.max_chunks=2"),
+        keys("data.context_length=16"),
+        keys(checkpoint="00000008"),
+    ]
     others += [keys("model.memory.eval_num_slots=8"), keys("trainer.precision=bf16-true")]
     for other in others:
         assert not set(other.values()) & set(first.values())

@@ -44,6 +44,16 @@ def test_chunks_with_the_remainder_score_each_token_except_the_first_once(length
     assert all(2 <= len(chunk) <= context_length for chunk in chunks)
 
 
+@given(st.integers(0, 300), st.integers(2, 40), st.booleans(), st.integers(1, 20))
+def test_a_limit_keeps_evenly_spaced_chunks(length, context_length, score_remainder, limit):
+    whole = list(Chunks(np.arange(length), context_length, score_remainder))
+    chunks = list(Chunks(np.arange(length), context_length, score_remainder, limit))
+    assert len(chunks) == min(limit, len(whole))
+    kept = [chunk[0] for chunk in chunks]
+    expected = [whole[i * len(whole) // len(chunks)][0] for i in range(len(chunks))]
+    assert kept == expected
+
+
 @pytest.mark.parametrize("dtype", ["uint16", "<i8", "int32"])
 def test_a_real_npy_is_flattened(tmp_path, dtype):
     np.save(tmp_path / "set.npy", np.arange(6, dtype=dtype).reshape(2, 3))

@@ -67,6 +67,8 @@ class DataConfig:
     """Sequences of each set that validations during training score; null scores all."""
     score_remainder: bool = option(False, affects="evaluation", changes_scores=True)
     """Score every token of a set except the first; if false, drop the incomplete last chunk, as in OLMo."""
+    max_chunks: Optional[int] = option(None, min=1, affects="evaluation", changes_scores=True)
+    """Chunks of each set that are scored, evenly spaced; null scores all."""
 
     def find_experiment_errors(self, config: ExperimentConfig, is_training: bool) -> Errors:
         """Yield the errors that involve other sections, with full keys."""

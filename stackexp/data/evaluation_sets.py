@@ -163,7 +163,7 @@ def open_set(name: str, path: Path, config: DataConfig, tokenizer: KnownTokenize
         bytes_per_token = record.text_bytes / record.tokens if record and record.text_bytes else None
         stat = file.path.stat()
         identity = record.sha256 if record else f"{stat.st_size} bytes of {stat.st_mtime_ns}"
-    chunks = Chunks(tokens, config.context_length, config.score_remainder)
+    chunks = Chunks(tokens, config.context_length, config.score_remainder, config.max_chunks)
     if not len(chunks):
         message = f"{path}: {len(tokens)} tokens do not fill one chunk of data.context_length {config.context_length}"
         remedy = "lower it, or score them with data.score_remainder=true (--score-remainder)"

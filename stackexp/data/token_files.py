@@ -225,22 +225,25 @@ class Chunks:
 
     As in OLMo, chunk i is tokens[i T : (i + 1) T] and the remainder is dropped. With `score_remainder`, chunk i is
     tokens[i (T - 1) : i (T - 1) + T] and the last may be shorter: every id except the first is scored exactly once.
+    With a `limit`, only that many chunks are kept, evenly spaced.
     """
 
-    def __init__(self, tokens: Any, context_length: int, score_remainder: bool):
+    def __init__(self, tokens: Any, context_length: int, score_remainder: bool, limit: int | None = None):
         assert context_length >= 2
         self.tokens, self.context_length, self.score_remainder = tokens, context_length, score_remainder
+        self.total = len(tokens) // context_length
+        if score_remainder:
+            self.total = -(-(len(tokens) - 1) // (context_length - 1)) if len(tokens) else 0
+        self.length = self.total if limit is None else min(limit, self.total)
 
     def __len__(self) -> int:
-        if self.score_remainder:
-            return -(-(len(self.tokens) - 1) // (self.context_length - 1)) if len(self.tokens) else 0
-        return len(self.tokens) // self.context_length
+        return self.length
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Return chunk `index`, [<= T]."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        begin = index * (self.context_length - self.score_remainder)
+        begin = index * self.total // self.length * (self.context_length - self.score_remainder)
         return self.tokens[begin : begin + self.context_length]
 
 

@@ -129,6 +129,8 @@ class LanguageModelingObjective(Objective):
         """Print the scores of the sets; with an output file, also write JSON, Markdown and TensorBoard events."""
         data = self.config.data
         rest = "every token scored" if data.score_remainder else "the incomplete last chunk of a set dropped"
+        if data.max_chunks is not None:
+            rest += f", at most {data.max_chunks:,} chunks of a set, evenly spaced"
         title = f"{checkpoint}, chunks of {data.context_length:,} tokens, {rest}"
         print(f"{wrap_text(title)}\n\n{format_scores(sets)}")
         if request.output is None:
