@@ -150,13 +150,19 @@ def measure_map_changes(memory, is_muon):
     return changes
 
 
-@pytest.mark.parametrize("is_muon", [False, True])
-@pytest.mark.parametrize("memory", [memory for memory, adamw, muon in RATES if adamw and memory is not RATES[2][0]])
+MAPPED = [memory for memory, adamw, muon in RATES if muon]
+MUON = [MAPPED[0], ResidualStackConfig()]  # AdamW finds every wrong fan; CPUs are slow at Muon's products in bfloat16
+
+
+@pytest.mark.parametrize(("memory", "is_muon"), [(m, False) for m in MAPPED] + [(m, True) for m in MUON])
 def test_outputs_of_memory_maps_do_not_change_faster_at_larger_widths(memory, is_muon):
-    """Wrong rates have larger slopes: Muon with 1 / sqrt(d) instead of 1 / d 0.45 to 0.53, AdamW without scaling 1."""
-    for name, changes in measure_map_changes(memory, is_muon).items():
-        slope = np.polyfit(np.log((32, *WIDTHS)), np.log(changes), 1)[0]
-        assert slope < 0.3, name
+    """Wrong rates have larger slopes: AdamW without scaling 0.49 to 0.87, Muon with 1 / sqrt(d) 0.15 and 0.24."""
+    slopes = {
+        name: np.polyfit(np.log((32, *WIDTHS)), np.log(changes), 1)[0]
+        for name, changes in measure_map_changes(memory, is_muon).items()
+    }
+    assert slopes
+    assert max(slopes.values()) < (0.1 if is_muon else 0.3), slopes
 
 
 def test_the_base_width_is_unchanged():
