@@ -10,8 +10,8 @@ best_loss                    lowest mean validation loss, the final evaluation i
 bytes, last_change           size on disk; seconds since 1970
 platform                     device and torch version of the first session
 <key of an option>           each option in config.yaml, such as seed and model.hidden_size; None for null
-<key of result.json>         such as parameters, memory_parameters, score_41_500, seconds_of_last_session (without
-                             the earlier sessions of a resumed run)
+<key of result.json>         such as parameters, memory_parameters, score_41_500, seconds (of all sessions; in results
+                             of earlier versions, of the last one)
 val/<set>/<score>            loss, perplexity and bits_per_byte of the final weights on a set
 val/average/<score>          their means over the sets of the run
 bigrams/<set>/<score>        loss and perplexity of bigram counts of the training tokens, bigrams/average included
@@ -274,6 +274,8 @@ def _read_result(folder: RunFolder, row: Row) -> Row:
     if not folder.is_finished:
         return {}
     contents = folder.read_result().to_dict()
+    if "seconds_of_last_session" in contents:
+        contents.setdefault("seconds", contents["seconds_of_last_session"])
     average, bigrams, ema, training = (contents.pop(key, {}) for key in ("average", "bigrams", "ema", "train_loss"))
     for name, scores in (("bigrams", bigrams), ("ema", ema)):
         try:

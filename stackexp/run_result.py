@@ -27,6 +27,7 @@ class RunResult:
     parameters: int | None
     memory_parameters: int | None
     train_loss: dict[str, float] | None
+    seconds: float | None  # of all sessions, without steps that a kill lost
     seconds_of_last_session: float | None
     figures: dict[str, Any]
 

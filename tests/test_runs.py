@@ -16,6 +16,7 @@ from stackexp.errors import FolderBusyError, RunError
 from stackexp.files import try_lock
 from stackexp.run_result import RunResult
 from stackexp.runs import RunFolder
+from stackexp.training.objectives import sum_earlier_sessions
 
 
 @pytest.fixture
@@ -202,7 +203,15 @@ def test_folder_finished_by_another_process_is_refused(config):
 
 
 LOSSES = {"first": 2.0, "last_20_steps": 1.5}
-RESULT = RunResult(3, 300, 10, 2, LOSSES, seconds_of_last_session=1.0, figures={"average": {"loss": 1.0}})
+RESULT = RunResult(3, 300, 10, 2, LOSSES, seconds=3.0, seconds_of_last_session=1.0, figures={"average": {"loss": 1.0}})
+
+
+def test_earlier_sessions_count_up_to_their_last_line():
+    """Sessions start at 100, 200 and 300 seconds; the second was killed before its first line."""
+    sessions = [{"started": f"1970-01-01T00:{clock}+0000"} for clock in ("01:40", "03:20", "05:00")]
+    lines = [{"time": t} for t in (110.0, 150.5, 310.0)]
+    assert sum_earlier_sessions(sessions, lines) == 50.5
+    assert sum_earlier_sessions(sessions[:1], lines) == 0
 
 
 def test_results_are_read_back_in_every_version(config):

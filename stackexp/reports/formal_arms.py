@@ -34,7 +34,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
     for run in runs:
         path, arm, task = Path(run.row["path"]), run.row["arm"], run.task
         is_tuning = path.parent.name == TUNING
-        hours[arm.rpartition("-")[0] if is_tuning else arm] += run.row.get("seconds_of_last_session", 0.0) / 3600
+        hours[arm.rpartition("-")[0] if is_tuning else arm] += run.row.get("seconds", 0.0) / 3600
         score = run.compute_score(run.lengths)
         if not run.is_finished or (score is None and not is_tuning):
             unscored.append(path)
@@ -60,7 +60,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
         f"Mean accuracy on lengths {lengths[0]} to {lengths[1]}, or those stated, with {1 - LEVEL:.0%} intervals over "
         "seeds (Student's t). Bold or *: the highest mean"
     )
-    notes.append("Core-hours: the last session of each run, on one core, with tuning.")
+    notes.append("Core-hours: of each run, on one core, with tuning.")
     tables = [Table(title, ["task", *arms], means)]
     tables.append(Table(f"Seeds with a mean accuracy of at least {SOLVED}, of all", ["task", *arms], solved))
     return Report(tables, notes, records)

@@ -384,7 +384,7 @@ def _plan_grids(base: str, grids: dict[str, Grid], effect: float, notes: list[st
 
 
 def _list_seconds(pairs: Sequence[tuple[Row, Row]]) -> list[float]:
-    return [math.fsum(row.get("seconds_of_last_session", math.nan) for row in pair) for pair in pairs]
+    return [math.fsum(row.get("seconds", math.nan) for row in pair) for pair in pairs]
 
 
 def _tabulate_plan(effect: float, rows: list[list[str]]) -> Table:
@@ -395,8 +395,8 @@ def _tabulate_plan(effect: float, rows: list[list[str]]) -> Table:
 def _describe_plan(base: str, effect: float) -> str:
     return (
         f"Pairs with {base} that find a difference of {effect:g} nats with probability {POWER:g} at level {LEVEL:g}, "
-        "with a look after every pair, for one arm. Deviations have 95 % intervals. Hours: the median duration of the "
-        "last session of both runs, on their machines."
+        "with a look after every pair, for one arm. Deviations have 95 % intervals. Hours: the median duration of "
+        "both runs, on their machines."
     )
 
 

@@ -3,10 +3,13 @@
 This file has the base class, with the steps at the end of every run.
 """
 
+import itertools
 import pkgutil
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -151,6 +154,7 @@ class Objective(ABC):
             parameters=session.module.model.num_parameters(),
             memory_parameters=session.module.model.num_parameters(memory=True),
             train_loss={"first": losses[0], "last_20_steps": average_last(losses)},
+            seconds=round(seconds + sum_earlier_sessions(session.folder.read_sessions(), lines), 1),
             seconds_of_last_session=round(seconds, 1),
             figures=self.build_result(session, sets),
         )
@@ -167,6 +171,15 @@ class Objective(ABC):
             f"run folder: {session.folder.path}\ncurves:     tensorboard --logdir {self.config.logging.root}",
             flush=True,
         )
+
+
+def sum_earlier_sessions(sessions: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds of all sessions but the last, each from its start to its last kept line of metrics.jsonl."""
+    starts = [datetime.strptime(session["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp() for session in sessions]
+    total = 0.0
+    for start, end in itertools.pairwise(starts):
+        total += max((line["time"] - start for line in lines if start <= line["time"] < end), default=0.0)
+    return total
 
 
 def average_last(values: list[float]) -> float:
