@@ -223,6 +223,13 @@ def test_invalid_feedback_options_give_one_error():
         assert (found, message in error) == (key, True)
 
 
+def test_the_mask_of_empty_slots_requires_a_global_read():
+    model = TransformerConfig(vocab_size=7)
+    assert not list(StackMemoryConfig(read="top").find_errors(model))
+    [(found, error)] = StackMemoryConfig(read="top", read_mask="log").find_errors(model)
+    assert (found, error) == ("read_mask", "log requires read: global, found read: top; use multiply")
+
+
 def test_precision_of_stored_stacks_requires_axis_depth():
     model = TransformerConfig(vocab_size=7)
     assert not list(StackMemoryConfig(state_dtype="bfloat16").find_errors(model))

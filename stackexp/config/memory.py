@@ -98,6 +98,8 @@ class StackMemoryConfig:
         yield from self._find_feedback_errors()
         if self.empty_slot and (self.axis, self.read) != ("depth", "global"):
             yield "empty_slot", "requires axis: depth and read: global"
+        if self.read == "top" and self.read_mask != "multiply":
+            yield "read_mask", f"{self.read_mask} requires read: global, found read: top; use multiply"
         if self.state_dtype != "auto" and self.axis != "depth":
             yield "state_dtype", f"{self.state_dtype} requires axis: depth, found axis: {self.axis}; use auto"
         if self.site == "each_sublayer" and self.axis == "time":
