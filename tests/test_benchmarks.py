@@ -88,12 +88,6 @@ def test_compile_counts_graphs_and_compares_losses(run_benchmark, tmp_path, monk
     assert all(row["graphs"] == 2 and row["breaks"] == 0 and row["difference"] < 1e-5 for row in rows)
 
 
-def test_cross_entropy_compares_whole_and_chunked(run_benchmark):
-    sizes = ("--tokens=64", "--batch_size=2", "--vocab_size=50", "--hidden_size=16", "--chunk=16", "--rounds=2")
-    output = run_benchmark("cross_entropy.py", *sizes)
-    assert [line.split()[0] for line in output.splitlines()[2:]] == ["whole", "chunked"]
-
-
 def test_depth_compares_implementations_with_the_transformer(run_benchmark, tmp_path):
     sizes = ["model.num_layers=2", "data.context_length=8", "--rounds=2", "--implementations", "eager", "numba"]
     small = ["model.hidden_size=16", "model.intermediate_size=16", "model.num_heads=4", "model.num_kv_heads=2"]

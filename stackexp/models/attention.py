@@ -439,7 +439,7 @@ class Attention(nn.Module):
             x: Normalized hidden states.
             positions: Positional inputs of the T tokens.
             kv_cache: Keys and values of earlier tokens. With a cache, sdpa replaces the configured backend.
-            mask: The result of `attention_backends.build_mask`. None: all keys, or if causal, no later keys.
+            mask: The result of `build_mask`. None: all keys, or if causal, no later keys.
 
         Returns:
             The output [B, T, d], and the keys and values of all S tokens, cached ones included.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stackexp.reports.formal_runs import FormalRun
+from stackexp.reports.formal_runs import SOLVED, FormalRun
 from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table, new_figure
 from stackexp.tables import ABSENT
 
@@ -18,7 +18,6 @@ EARLY, LATE = 20, 60
 """Predictions use figures at these two lengths, and nothing beyond the longest validation strings."""
 SHOWN = (EARLY, LATE, 500)
 DEPTHS = ((1, 5), (6, 10), (11, 20), (21, 40), (41, 60), (61, 100), (101, 200), (201, 500))
-SOLVED = 0.99
 MIN_RUNS, ENOUGH_RUNS = 4, 6
 """Predictions require this many runs, and intervals this many."""
 RESAMPLES = 2000
