@@ -48,7 +48,7 @@ def test_options_that_follow_from_the_varied_one_are_composed_again():
     assert match_models(["quickstart"], arm, QUANTITIES["parameters"](deep), "parameters", "hidden_size")[0] > 64
 
 
-@pytest.mark.parametrize("name", ["ablation", "ablation_small", "depth_memories", "noise_tiny"])
+@pytest.mark.parametrize("name", ["ablation", "ablation_small", "depth_memories", "noise_micro"])
 def test_wide_transformers_of_shipped_sweeps_equal_the_stack(name):
     sweep = yaml.safe_load((get_shipped_folder() / f"{name}.yaml").read_text())
     arms = {arm.pop("name"): arm for arm in sweep["list"]}
