@@ -162,7 +162,7 @@ def test_languages_with_an_entropy_are_scored_by_their_loss(runs):
     text = format_report(report, "markdown")
     assert read_row(text, "generate_dyck_2")["LSTM"] == "0.146 / 0.146 nats (1)", "(20 * 0.25 + 100 * 0.125) / 120"
     assert "| generate_dyck_2 (81 to 200) " in text
-    assert "`optimizer.lr=0.0004` (1 seeds; runs/formal_table/a)" in text, "the recipe with the lower loss is chosen"
+    assert "`optimizer.lr=0.0004` (1 seed; runs/formal_table/a)" in text, "the recipe with the lower loss is chosen"
     assert [record["loss_above_entropy"] for record in report.records] == pytest.approx([0.35 / 1.2, 0.175 / 1.2])
 
 

@@ -213,9 +213,10 @@ def _describe_unused_runs(results: Results) -> list[str]:
             changes = list(find_changes(runs[0], cell.recipe).items())
             differences = _format_overrides(dict(changes[:MAX_SHOWN_DIFFERENCES]))
             shown = f"`{differences}{' ...' * (len(changes) > MAX_SHOWN_DIFFERENCES)}`"
-            seeds = len({run.row["seed"] for run in runs})
+            count = len({run.row["seed"] for run in runs})
+            seeds = f"{count} seed{'s' * (count > 1)}"
             reason = "recipe not chosen by validation accuracy and seeds"
-            notes.append(f"{column}, {task}: {reason}: {shown} ({seeds} seeds; {runs[0].row['path']})")
+            notes.append(f"{column}, {task}: {reason}: {shown} ({seeds}; {runs[0].row['path']})")
         if cell.duplicates:
             paths = ", ".join(f"{run.row['path']} (seed {run.row['seed']})" for run in cell.duplicates)
             notes.append(f"{column}, {task}: duplicate seeds, not counted: {paths}")

@@ -206,9 +206,10 @@ def _build_tuning(verdict: Verdict, tuned: Tuned) -> Table:
         shown = ", ".join(f"{names[key]}={format_value(value)}" for key, value in points[chosen][0].items())
         rows.append([arm, str(len(losses)), shown, format_loss(losses[chosen]), *curve, doubling, enough])
     header = ["arm", "trials", "chosen values", "loss", *(f"best of {count}" for count in counts)]
+    seeds = [str(seed) for seed in verdict.config.tuning.seeds] if verdict.config.tuning else []
     title = (
-        f"Tuning: mean over {len(verdict.config.tuning.seeds if verdict.config.tuning else [])} seeds. Best of n: mean "
-        "and 10 to 90 % of random subsets. Enough: the last doubling gained less than half the effect"
+        f"Tuning: mean over the seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}. Best of n: mean and 10 to 90 % of "
+        "random subsets. Enough: the last doubling gained less than half the effect"
     )
     return Table(title, [*header, "last doubling", "enough"], rows, num_labels=3)
 
