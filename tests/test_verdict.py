@@ -342,6 +342,13 @@ def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):
     assert "is for the config ['ablation/small']" in capsys.readouterr().err
 
 
+def test_every_question_of_a_file_is_checked_before_the_first_run(question, capsys):
+    question.write(each={"model.intermediate_size": [32, -1]})
+    assert main(["verdict", str(question.path), "--launcher", "slurm"]) == 2
+    assert "model.intermediate_size: expected an integer from 1" in capsys.readouterr().err
+    assert not list(question.path.parent.rglob("tuning"))
+
+
 def test_loading_checks_the_arms(question):
     question.keys["arms"][2]["model.memory.num_slotz"] = 3
     question.write()
@@ -408,7 +415,7 @@ def test_all_pairs_run_unless_decided_arms_stop(question):
 def test_shipped_verdicts_compose(path):
     verdict = load_verdicts(path)[-1]
     assert verdict.tuning is not None
-    assert len(verdict.tuning.trials) >= 4 * len(verdict.arms)
+    assert len(verdict.tuning.trials) >= 3 * len(verdict.arms)
 
 
 def test_a_verdict_file_is_not_a_sweep(question, capsys):

@@ -326,7 +326,7 @@ def format_plan(verdict: Verdict) -> str:
         done = sum(trial.folder.is_finished for trial in trials)
         rows.append(f"{name:7} {len(trials)} runs, {done} done")
         seconds = [s for arm in verdict.arms if (s := _measure_seconds(stage, arm))]
-        if seconds:
+        if seconds and done < len(trials):
             hours = (len(trials) - done) * statistics.fmean(seconds)
             rows[-1] += f"; the rest takes at most {format_duration(hours)} of one device"
     return "\n".join([f"folder  {verdict.folder}", *rows, *lines])

@@ -170,8 +170,12 @@ class Verdict:
 
     def check(self) -> None:
         """Compose every trial. Raises ConfigError for an invalid one."""
-        plan = self.read_plan()
+        self.check_arms()
         _ = self.tuning
+
+    def check_arms(self) -> None:
+        """Compose the pairs. Raises ConfigError for an invalid arm."""
+        plan = self.read_plan()
         if plan is None:
             self._build_plan({arm: {} for arm in self.arms}, MIN_PLANNED, None)
         else:

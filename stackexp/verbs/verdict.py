@@ -58,8 +58,9 @@ class Verdict(ReportVerb):
         else:
             overrides = args.overrides
         verdicts = load_verdicts(args.file, overrides, args.budget)
-        for verdict in verdicts:
-            verdict.check()
+        verdicts[0].check()
+        for verdict in verdicts[1:] if not args.report else ():
+            verdict.check_arms()  # the questions of `each` share their tuning
         if args.dry_run:
             from stackexp.reports.verdict import format_plan
 
