@@ -60,7 +60,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
         f"Mean accuracy on lengths {lengths[0]} to {lengths[1]}, or those stated, with {1 - LEVEL:.0%} intervals over "
         "seeds (Student's t). Bold or *: the highest mean"
     )
-    notes.append("Core-hours: of each run, on one core, with tuning.")
+    notes.append("Core-hours: all runs, on one core, with tuning; of runs by earlier versions, the last session.")
     tables = [Table(title, ["task", *arms], means)]
     tables.append(Table(f"Seeds with a mean accuracy of at least {SOLVED}, of all", ["task", *arms], solved))
     return Report(tables, notes, records)
