@@ -1,6 +1,7 @@
 """Requested stops: SIGTERM, SIGUSR1, Ctrl-C and time limits. A stopped run resumes bit for bit."""
 
 import ctypes
+import itertools
 import os
 import random
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forks import Forks
@@ -17,6 +19,8 @@ from records import has_checkpoint, losses, only_run, record
 
 from stackexp.cli import main
 from stackexp.runs import RunFolder
+from stackexp.training import signals
+from stackexp.training.callbacks import steps
 
 
 @pytest.mark.process
@@ -149,19 +153,23 @@ def test_stop_request_ends_a_run_whose_loader_is_frozen(program, tiny, tmp_path,
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
 
 
-@pytest.mark.process
-def test_time_limit_stops_and_minute_interval_saves(program, tiny, tmp_path):
-    often = (
-        "trainer.checkpoint_interval_minutes=0.01",
-        "trainer.keep_checkpoints=99",
+def test_time_limit_stops_and_minute_interval_saves(tiny, tmp_path, monkeypatch, capsys):
+    seconds = itertools.count()  # a clock that advances by a second with every look
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=time.perf_counter)
+    monkeypatch.setattr(steps, "time", clock)
+    monkeypatch.setattr(signals, "time", clock)
+    options = (
+        "trainer.checkpoint_interval_minutes=0.1",
         "trainer.checkpoint_interval=100000",
+        "trainer.keep_checkpoints=99",
     )
-    output = program.run("fit", "--config", tiny, *ENDLESS, *often, "trainer.max_time=00:00:00:09", expect=75)
-    assert "trainer.max_time 00:00:00:09 is over; newest checkpoint" in output
+    fit = ["fit", "--config", str(tiny), *ENDLESS, *options, "trainer.max_time=00:00:00:40"]
+    assert main(fit) == 75
+    assert "trainer.max_time 00:00:00:40 is over; newest checkpoint" in capsys.readouterr().err
     run = only_run(tmp_path / "runs")
-    steps = [int(path.name) for path in run.list_checkpoints()]
-    assert len(steps) > 2
-    assert steps[-1] == record(run)[-1]["step"]
+    saved = [int(path.name) for path in run.list_checkpoints()]
+    assert len(saved) > 2
+    assert saved[-1] == record(run)[-1]["step"]
 
 
 def test_backward_clock_loses_no_data(tiny, tmp_path, monkeypatch):
