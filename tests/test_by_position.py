@@ -47,6 +47,15 @@ def test_the_loss_at_each_position_is_that_of_plain_forward_passes(run, tmp_path
     assert found["ranges"]["96-127"] == pytest.approx(expected[95:].mean().item(), abs=1e-5)
     assert output.with_suffix(".png").stat().st_size > 5000
 
+    first = tmp_path / "first.json"
+    options = ("--sets", sets, "--out", str(first), "data.max_chunks=1")
+    assert main(["validate", "--run", str(run), "--by_position", *options]) == 0
+    found = read_json(first)["sets"]["long"]
+    assert found["sequences"] == 1
+    assert found["losses"] == pytest.approx(
+        F.cross_entropy(logits[0], rows[0, 1:], reduction="none").tolist(), abs=1e-5
+    )
+
 
 def test_other_commands_do_not_take_the_file_for_scores_of_sets(run, tmp_path, capsys):
     """It has the losses of V2's sets by position, but no mean loss."""

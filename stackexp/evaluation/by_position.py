@@ -29,8 +29,8 @@ EDGES = (0, 0.25, 0.5, 1, 2, 3, FACTOR)
 def score_by_position(request: EvaluationRequest) -> tuple[int, dict[str, np.ndarray]]:
     """Score each set, print the table and write the figures.
 
-    A sequence is FACTOR x context consecutive tokens of a set, across document borders as in training. Sets that do
-    not fill one sequence are skipped.
+    A sequence is FACTOR x context consecutive tokens of a set, across document borders as in training. At most
+    `data.max_chunks` sequences of a set are scored. Sets that do not fill one sequence are skipped.
 
     Returns:
         The training context, and for each set the mean loss in nats [T - 1] at the positions 1 to T - 1.
@@ -47,11 +47,12 @@ def score_by_position(request: EvaluationRequest) -> tuple[int, dict[str, np.nda
     config.trainer.strategy = "single"  # the whole model on one device
     checkpoint = checkpoints.find_checkpoint(request.run, request.ckpt_path)
     opened = open_data(request, checkpoint).sets(request.stage)
-    sequences = {dataset.name: Chunks(dataset.chunks.tokens, FACTOR * context, False) for dataset in opened}
+    length, limit = FACTOR * context, config.data.max_chunks
+    sequences = {dataset.name: Chunks(dataset.chunks.tokens, length, False, limit) for dataset in opened}
     skipped = [name for name, chunks in sequences.items() if not len(chunks)]
     if len(skipped) == len(sequences):
         raise RunError(
-            f"--by_position: no set has {FACTOR * context:,} tokens ({FACTOR} x data.context_length); name longer sets"
+            f"--by_position: no set has {length:,} tokens ({FACTOR} x data.context_length); name longer sets"
         )
     model = build_objective(config).build_module(weights=checkpoint).to(find_device_type(config)).model
     losses = {name: _score_set(model, name, chunks, config) for name, chunks in sequences.items() if len(chunks)}
@@ -59,9 +60,9 @@ def score_by_position(request: EvaluationRequest) -> tuple[int, dict[str, np.nda
     print(f"{wrap_text(f'{checkpoint}, loss by position, trained on {context:,} tokens')}\n")
     print(_format_table(averages))
     if skipped:
-        print(f"\nskipped, shorter than {FACTOR * context:,} tokens: {', '.join(skipped)}")
+        print(f"\nskipped, shorter than {length:,} tokens: {', '.join(skipped)}")
     record = describe_evaluation(request, checkpoint)
-    record |= {"context_length": context, "evaluated_length": FACTOR * context}
+    record |= {"context_length": context, "evaluated_length": length}
     record["sets"] = {
         name: {
             "sequences": len(sequences[name]),
