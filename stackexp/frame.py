@@ -6,7 +6,7 @@ path, arm                    the folder; its name without id, seed and hash, whi
 state, problem               finished, running, unfinished or damaged; why it is damaged
 step, max_steps, tokens      progress
 train_loss                   mean over the last 20 steps; every loss is in nats per token
-best_loss                    lowest mean validation loss, the final evaluation included
+best_loss                    lowest mean validation loss; the final evaluation counts unless data.eval_sequences is set
 bytes, last_change           size on disk; seconds since 1970
 platform                     device and torch version of the first session
 <key of an option>           each option in config.yaml, such as seed and model.hidden_size; None for null

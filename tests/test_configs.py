@@ -53,6 +53,8 @@ def test_every_yaml_file_is_reachable_and_states_its_purpose():
     known = {find_config(name) for name in list_config_names()}
     known |= {get_group_folder(section) / f"{name}.yaml" for section, name in CHOICES}
     assert files == {path.resolve() for path in known}
+    folder = get_configs_folder().parent
+    files |= {path for kind in ("sweeps", "verdicts") for path in (folder / kind).rglob("*.yaml")}
     for path in files:
         assert path.read_text().startswith("# ")
         assert 10 < len(read_purpose(path)) <= 110, path

@@ -224,7 +224,7 @@ def test_printed_statistics_of_a_set_have_current_rows(corpus, capsys):
     def list_labels(lines: list[str]) -> list[str]:
         return [line.split("  ")[1].strip() for line in itertools.takewhile(str.strip, lines[1:])]
 
-    shown = find_blocks(ROOT / "docs/data.md")["data inspect data/stdlib"]
+    shown = find_blocks(ROOT / "docs/data.md")["data inspect ~/.cache/stackexp/stdlib-*/train"]
     assert list_labels(shown) == list_labels(run(f"data inspect {corpus['train']}", capsys))
 
 
@@ -252,8 +252,7 @@ def test_the_printed_results_of_a_sweep_have_current_columns(empty_folder, capsy
     sweep = build_sweep(grid={"model.memory.num_heads": [1, 2]})
     for trial in sweep.trials:
         finish_trial(trial, 3.0, bigrams={"sets": {}, "average": {"loss": 4.0}}, tokens=1024)
-    page = (ROOT / "docs/sweeps.md").read_text(encoding="utf-8")
-    shown = re.search(r"```text\n(trial .*?)```", page, re.DOTALL)[1].splitlines()
+    shown = find_blocks(ROOT / "docs/sweeps.md")["sweep results quick_grid"]
     printed = run("sweep results study.yaml", capsys)
     assert find_headers(shown) == find_headers(printed)
     assert shown[-1].split() == [*printed[-1].split()[:2], "5.9244", *printed[-1].split()[3:]]

@@ -57,7 +57,7 @@ def list_config_names() -> list[str]:
 
 
 def list_catalog() -> list[tuple[str, str, str]]:
-    """Return (kind, name, purpose) of all shipped configs, recipes, and choices for sections.
+    """Return (kind, name, purpose) of all shipped configs, recipes, choices for sections, sweeps and verdicts.
 
     A recipe is a partial overlay without a dataset.
     """
@@ -65,6 +65,9 @@ def list_catalog() -> list[tuple[str, str, str]]:
     for section in list_sections():
         folder = get_group_folder(section)
         files += [("choice", f"{section}={name}", folder / f"{name}.yaml") for name in list_yaml_names(folder)]
+    for kind in ("sweep", "verdict"):
+        folder = get_configs_folder().parent / f"{kind}s"
+        files += [(kind, name, folder / f"{name}.yaml") for name in list_yaml_names(folder, "**/*.yaml")]
     return [("recipe" if n.startswith("recipe/") else kind, n, read_purpose(path)) for kind, n, path in files]
 
 

@@ -8,7 +8,7 @@ from stackexp.verbs.parser import Parser, Verb, count, flag, split_names
 
 MEMORIES = (
     *("stacktrans", "queue", "push_only", "single_head", "full_dim", "authors_code"),
-    *("stacktrans-normalized", "adapter"),
+    *("stacktrans-normalized", "stacktrans-empty_slot", "adapter"),
     *("attention_residual", "dense_former", "hyper_connections", "mhc"),
     *("residual_scale", "residual_stack", "residual_streams", "value_skip"),
 )

@@ -11,11 +11,13 @@ INTRODUCTIONS = {  # kind of entry -> the line above its table
     "config": "",
     "recipe": "\nRecipes, as in --config mine.yaml --config recipe/smollm:\n\n",
     "choice": "\nSection choices, as in model.memory=queue:\n\n",
+    "sweep": "\nSweeps, as in sweep run quick_grid:\n\n",
+    "verdict": "\nVerdicts, as in verdict verdicts/tiny_english.yaml:\n\n",
 }
 
 
 class List(Verb):
-    """List the shipped configs, the recipes, and the choices for each section."""
+    """List the shipped configs, recipes, choices for each section, sweeps and verdicts."""
 
     examples = ("configs list",)
 
