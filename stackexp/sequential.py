@@ -62,30 +62,42 @@ def judge(
 ) -> dict[str, Judgment]:
     """Judge the arms by their paired differences (arm minus baseline, in the order of the seeds).
 
-    An arm helps or hurts if its p-value is significant by Holm's method over the arms, so at most a share `level` of
-    comparisons without any effect get such a verdict. It has no effect above `effect` if its interval at a look, at
-    `level` divided by the number of arms, lies within +-effect. Pairs after this look do not change the verdict.
+    The arms are judged after 3, 4, ... pairs, as if each had been asked for, and the first verdict on an arm stays. An
+    arm helps or hurts if its p-value is significant by Holm's method over the arms, so at most a share `level` of
+    comparisons without any effect get such a verdict. It has no effect above `effect` if its interval, at `level`
+    divided by the number of arms, lies within +-effect. This interval of an arm that only Holm's method decides may
+    contain zero.
     """
-    p_values = {arm: float(compute_p_value(values, planned)) for arm, values in differences.items()}
-    adjusted = dict(zip(p_values, adjust_holm(list(p_values.values())), strict=True))
+    evidence = {arm: _compute_evidence(values, planned) for arm, values in differences.items()}
+    p_values = {arm: [1.0] * MIN_PAIRS + list(_list_p_values(values, planned)) for arm, values in evidence.items()}
+    decided: dict[str, tuple[Word, int]] = {}
+    for look in range(MIN_PAIRS, max(map(len, differences.values()), default=0) + 1):
+        adjusted = adjust_holm([values[min(look, len(values) - 1)] for values in p_values.values()])
+        for (arm, values), p_value in zip(differences.items(), adjusted, strict=True):
+            if arm in decided:
+                continue
+            if p_value <= level:
+                strongest = MIN_PAIRS + int(evidence[arm][: look - MIN_PAIRS + 1].argmax())
+                decided[arm] = (Word.HELPS if math.fsum(values[:strongest]) < 0 else Word.HURTS), strongest
+            elif look <= len(values):
+                _, low, high = compute_interval(values[:look], planned, level / len(differences))
+                if max(-low, high) < effect:
+                    decided[arm] = Word.NO_EFFECT, look
     judgments = {}
     for arm, values in differences.items():
-        pairs = len(values)
-        intervals = {n: compute_interval(values[:n], planned, level / len(differences)) for n in _list_looks(pairs)}
-        small = (n for n, (_, low, high) in intervals.items() if max(-low, high) < effect)
-        word, look = Word.UNDECIDED, pairs
-        if adjusted[arm] <= level:
-            look = MIN_PAIRS + int(_compute_evidence(values, planned).argmax())
-            word = Word.HELPS if intervals[look][0] < 0 else Word.HURTS
-        elif (first := next(small, None)) is not None:
-            word, look = Word.NO_EFFECT, first
-        mean, low, high = intervals.get(look) or compute_interval(values, planned)
-        judgments[arm] = Judgment(word, pairs, look, mean, low, high, p_values[arm])
+        word, look = decided.get(arm, (Word.UNDECIDED, len(values)))
+        interval = compute_interval(values[:look], planned, level / len(differences))
+        judgments[arm] = Judgment(word, len(values), look, *interval, float(p_values[arm][-1]))
     return judgments
 
 
 def _list_looks(pairs: int) -> range:
     return range(MIN_PAIRS, pairs + 1)
+
+
+def _list_p_values(evidence: np.ndarray, planned: int) -> np.ndarray:
+    """Return the p-value after each look from the evidence of the looks [looks]."""
+    return compute_crossing_probability(np.maximum.accumulate(evidence), planned) if evidence.size else evidence
 
 
 def adjust_holm(p_values: Sequence[float]) -> list[float]:

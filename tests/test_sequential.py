@@ -1,5 +1,6 @@
 """Group-sequential tests: error rates and power by simulation, planned pairs, and agreement of its parts."""
 
+import collections
 import math
 
 import numpy as np
@@ -110,6 +111,25 @@ def test_a_verdict_stays_as_it_was_reached():
     found = judge({"arm": quiet}, planned=16, effect=0.01)["arm"]
     assert (found.word, found.pairs) == (Word.NO_EFFECT, 16)
     assert found.look < 9
+
+
+def test_no_later_pair_of_any_arm_changes_a_verdict():
+    """The correction of an arm depends on the others, and later pairs may be stronger evidence than those before."""
+    random = np.random.default_rng(3)
+    words = collections.Counter()
+    for _ in range(150):
+        means = random.choice([0.0, -0.006, -0.02, 0.01], size=4)
+        arms = {str(i): random.normal(mean, 0.008, 16) for i, mean in enumerate(means)}
+        decided = {}
+        for n in range(3, 17):
+            found = judge({arm: values[:n] for arm, values in arms.items()}, planned=16, effect=0.01)
+            for arm, judgment in found.items():
+                verdict = (judgment.word, judgment.look, judgment.mean, judgment.low, judgment.high)
+                assert decided.setdefault(arm, verdict) == verdict
+                if not judgment.is_decided:
+                    del decided[arm]
+        words.update(verdict[0] for verdict in decided.values())
+    assert min(words[word] for word in (Word.HELPS, Word.HURTS, Word.NO_EFFECT)) > 20
 
 
 @pytest.mark.parametrize("mean", [-0.01, -0.003, 0.0])

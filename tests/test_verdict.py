@@ -123,6 +123,12 @@ def test_the_plan_holds_for_one_config_and_one_version(question, capsys):
     assert main(["verdict", str(question.path), "--report"]) == 0
     plan = question.folder / "verdict.json"
     written = json.loads(plan.read_text())
+    plan.write_text(json.dumps(written | {"seeds": written["seeds"][:3]}))
+    assert main(["verdict", str(question.path), "--report"]) == 1
+    assert "its contents differ from their sha256" in capsys.readouterr().err
+    plan.unlink()
+    assert "but verdict.json is missing; restore it" in question.run(expect=1)
+    written.pop("sha256")
     for change in ({"version": 2}, {"question": written["question"] | {"new_key": 1}}):
         plan.write_text(json.dumps(written | change))
         assert main(["verdict", str(question.path), "--report"]) == 1
@@ -229,7 +235,7 @@ def test_another_question_needs_another_name(question, capsys):
     question.write(effect=0.01, first_seed=200, max_pairs=30, stop_when_decided=False)
     assert main(["verdict", str(question.path), "--report"]) == 2
     assert "max_pairs, first_seed changed since" in capsys.readouterr().err
-    assert error.rstrip().endswith("give it another name")
+    assert error.rstrip().endswith("give it another name, and fresh seeds with first_seed: 108")
 
 
 @pytest.mark.parametrize(
@@ -246,6 +252,13 @@ def test_another_question_needs_another_name(question, capsys):
         ({"tuning": {"space": {}}}, "name at least one key"),
         ({"tuning": {"space": {"optimizer.lr": {"values": [1]}}, "seeds": [1]}, "pairs": None}, "two or more"),
         ({"each": {"seed": [1, 2]}}, "each.seed: chosen by the verdict"),
+        ({"each": {"model.num_layers": []}}, "each.model.num_layers: expected at least one value"),
+        ({"each": {"model.num_layers": [1]}, "overrides": ["model.num_layers=2"]}, "model.num_layers is chosen by"),
+        ({"each": {"name": ["a"]}}, "each.name: chosen by the verdict"),
+        ({"each": {"data.source": ["a/b", "a b"]}}, "two questions have the folder question/a-b"),
+        ({"equal": "time", "arms": [{"name": "a", "tokens": 9}, {"name": "b"}]}, "arms[0].tokens: equal: time sets"),
+        ({"arms": [{"name": "a"}, {"name": "b", "trainer.max_steps": 24}]}, "arms: b trains on"),
+        ({"score": "ema.average.loss"}, "arms: plain has no ema.average.loss; set trainer.ema_decay"),
         ({"each": {"optimizer.lr": [1, 2]}}, "each.optimizer.lr: chosen by the verdict or its tuning"),
         ({"arms": [{"name": "plain"}, {"name": "a", "optimizer.lr": 1}]}, "arms[1].optimizer.lr: also in tuning.space"),
         ({"tuning": {"space": {k: {"values": [1]} for k in "abcd"}}}, "plain tunes 4 options; expected at most 3"),
@@ -340,12 +353,25 @@ def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):
     Path("other/small.yaml").write_text("defaults: [ablation/small]\n")
     assert main(["verdict", "--memory", "queue", "--config", "other/small.yaml", "--dry-run"]) == 2
     assert "is for the config ['ablation/small']" in capsys.readouterr().err
+    command = ["verdict", "--memory", "push_only", "--config", "ablation/small"]
+    assert main([*command, "model.hidden_size=64", "--dry-run"]) == 2
+    assert "is chosen by the verdict; set it in a config of your own" in capsys.readouterr().err
+    assert main([*command, "logging.root=./sub//runs", "--dry-run"]) == 0
+    assert "logging.root=./sub//runs" in Path("sub/runs/verdict-small-push_only/question.yaml").read_text()
 
 
 def test_every_question_of_a_file_is_checked_before_the_first_run(question, capsys):
     question.write(each={"model.intermediate_size": [32, -1]})
     assert main(["verdict", str(question.path), "--launcher", "slurm"]) == 2
     assert "model.intermediate_size: expected an integer from 1" in capsys.readouterr().err
+    assert not list(question.path.parent.rglob("tuning"))
+
+
+def test_output_that_cannot_be_written_is_refused_before_the_runs(question, capsys):
+    assert main(["verdict", str(question.path), "--figure", "x.txt"]) == 2
+    question.write(each={"model.num_layers": [1, 2]})
+    assert main(["verdict", str(question.path), "--figure", "x.png"]) == 2
+    assert "has 2 questions, and a figure draws one" in capsys.readouterr().err
     assert not list(question.path.parent.rglob("tuning"))
 
 
@@ -392,8 +418,21 @@ def test_a_question_is_repeated_for_each_value_with_scaled_steps(question):
         configs = [trial.config for trial in verdict.tuning.trials.values()]
         options = {(c.model.num_layers, c.trainer.max_steps, c.schedule.warmup_steps) for c in configs}
         assert options == {(layers, 10, 1)}, "no step becomes 0"
+    with pytest.raises(ConfigError, match=r"trainer.max_steps=9: --budget multiplies the steps of the file"):
+        load_verdicts(question.path, ["trainer.max_steps=9"], budget=0.25)
     question.keys["tuning"]["overrides"] = ["trainer.max_steps=20"]
-    question.write(overrides=["trainer.max_steps=1_000"])
+    question.write(overrides=["trainer.max_steps=1_000"], each={"schedule.warmup_steps": [2, 8]})
+    verdicts = load_verdicts(question.path, budget=0.5)
+    assert [verdict.config.overrides[-1] for verdict in verdicts] == [
+        "schedule.warmup_steps=1",
+        "schedule.warmup_steps=4",
+    ]
+    question.keys["arms"][1]["tokens"] = 1000
+    question.write(each={})
+    with pytest.raises(ConfigError, match=r"arms: --budget does not scale tokens"):
+        load_verdicts(question.path, budget=0.5)
+    question.keys["arms"][1].pop("tokens")
+    question.write()
     verdict = load_verdicts(question.path, budget=0.5)[0]
     assert verdict.config.overrides[0] == "trainer.max_steps=500"
     assert verdict.config.tuning.overrides == ["trainer.max_steps=10"]
@@ -433,3 +472,6 @@ def test_of_equally_good_points_the_smallest_values_are_chosen():
     assert choose_point(points, 1.0)["optimizer.lr"] == 0.0005
     assert choose_point([({"optimizer.lr": 1}, [0.1, math.inf])], 0.01) is None
     assert choose_point([], 0.01) is None
+    mixed = [({"x": 64, "optimizer.lr": 0.001}, [0.1]), ({"x": None, "optimizer.lr": 0.016}, [0.1])]
+    assert choose_point(mixed, 0.01)["x"] is None
+    assert choose_point([({"x": "b", "y": 2}, [0.1]), ({"x": "a", "y": 1}, [0.1])], 0.01)["y"] == 1

@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from stackexp.config.compose import compose
+from stackexp.config.layers import split_overrides
 from stackexp.errors import ConfigError
 from stackexp.files import write_atomically
 
@@ -52,12 +53,17 @@ def build_question(names: list[str], overrides: list[str], memory: str) -> dict[
 def write_question(names: list[str], overrides: list[str], memory: str) -> Path:
     """Write the verdict's file for a memory with its controls and return its path. An existing file stays as it is.
 
-    Raises ConfigError if the existing file has another config or other overrides.
+    Raises ConfigError if an arm or the search sets an option of `overrides`, or if the existing file has another config
+    or other overrides.
     """
     root = Path(compose(names, overrides).logging.root)
     name = "-".join(["verdict", *(Path(config).stem for config in names), memory])
     path, tree = root / name / QUESTION, build_question(names, overrides, memory)
     tree = {"name": name, "folder": str(Path.cwd())} | tree
+    chosen = {"seed", *tree["tuning"]["space"], *(key for arm in tree["arms"] for key in arm)}
+    for key, _, origin in split_overrides(overrides):
+        if key in chosen:
+            raise ConfigError(f"{key} is chosen by the verdict; set it in a config of your own, for --config", origin)
     if path.is_file():
         existing = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         if existing.get("config") != names:

@@ -20,6 +20,8 @@ MAX_TUNED = 3
 """Options that a file may tune for an arm: the learning rate and two more."""
 FREE = ("name", "folder", "each", "stop_when_decided", "interventions_chunks", "resources", "retries")
 """Keys of the file that may change after the plan."""
+TOKENS = "tokens"
+"""Key of an arm that sets its steps by their tokens."""
 STEP_OPTIONS = ("_steps", "_interval")
 """Endings of the options that --budget scales."""
 
@@ -65,6 +67,8 @@ class VerdictConfig:
                 yield f"arms[{i}].name", f"{name} is the name of two arms"
             if "seed" in self.arms[i]:
                 yield f"arms[{i}].seed", "the verdict chooses the seeds; set first_seed and tuning.seeds"
+            if self.equal == "time" and TOKENS in self.arms[i]:
+                yield f"arms[{i}].{TOKENS}", "equal: time sets the steps of each arm; remove the key"
         if re.search("accuracy|^score_", self.score):
             yield "score", f"{self.score} is an accuracy; expected a loss"
         if self.baseline is not None and self.baseline not in names:
@@ -76,9 +80,16 @@ class VerdictConfig:
         if self.tuning:
             yield from self._find_tuning_errors(self.tuning, list(map(str, names)))
 
+    def list_own_keys(self) -> set[str]:
+        """Return the options that the verdict chooses or its arms set, so that no override may."""
+        arms = (key for arm in self.arms for key in arm)
+        return {"seed", "name", *arms, *self.each, *(self.tuning.space if self.tuning else ())}
+
     def _find_each_errors(self) -> Errors:
         tuned = self.tuning.space if self.tuning else {}
-        for key in self.each:
+        for key, values in self.each.items():
+            if not values:
+                yield f"each.{key}", "expected at least one value"
             if key in ("seed", "name", *tuned) or any(key in entry for entry in self.arms):
                 yield f"each.{key}", "chosen by the verdict or its tuning, or set by an arm"
 
@@ -102,7 +113,10 @@ class VerdictConfig:
 
 
 def scale_steps(config: VerdictConfig, budget: float, path: Path) -> VerdictConfig:
-    """Multiply the steps in overrides, arms and tuned values; at least 1 unless they are 0."""
+    """Multiply the steps in overrides, arms, tuned values and `each`; at least 1 unless they are 0.
+
+    Raises ConfigError if the file does not set the steps, or an arm has a number of tokens.
+    """
 
     def scale(key: str, value: Any) -> Any:
         if not key.endswith(STEP_OPTIONS) or not isinstance(value, int | float):
@@ -119,6 +133,8 @@ def scale_steps(config: VerdictConfig, budget: float, path: Path) -> VerdictConf
     overrides = list(map(scale_override, config.overrides))
     if not any(text.startswith(f"{STEPS}=") and text[len(STEPS) + 1 :].isdigit() for text in overrides):
         raise ConfigError(f"{display_path(path)}: overrides: --budget requires {STEPS}=STEPS here")
+    if any(TOKENS in arm for arm in config.arms):
+        raise ConfigError(f"{display_path(path)}: arms: --budget does not scale {TOKENS}; set {STEPS} instead")
     tuning = copy.deepcopy(config.tuning)
     for key, space in tuning.space.items() if tuning else ():
         space.values = space.values and [scale(key, value) for value in space.values]
@@ -129,5 +145,6 @@ def scale_steps(config: VerdictConfig, budget: float, path: Path) -> VerdictConf
         config,
         overrides=overrides,
         arms=[{key: scale(key, value) for key, value in arm.items()} for arm in config.arms],
+        each={key: [scale(key, value) for value in values] for key, values in config.each.items()},
         tuning=tuning,
     )

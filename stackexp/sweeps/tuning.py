@@ -88,7 +88,12 @@ def choose_point(points: list[tuple[Values, list[float]]], effect: float) -> Val
     means = [math.fsum(scores) / len(scores) for _, scores in points]
     limit = min(means, default=math.inf) + effect
     near = [values for (values, _), mean in zip(points, means, strict=True) if math.isfinite(mean) and mean <= limit]
-    return min(near, key=lambda values: [x for x in values.values() if isinstance(x, int | float)], default=None)
+    return min(near, key=lambda values: list(map(_rank_value, values.values())), default=None)
+
+
+def _rank_value(value: Any) -> tuple[bool, float]:
+    """Return a sort key for a tuned value: null first, then numbers; other values are equal."""
+    return value is not None, float(value) if isinstance(value, int | float) else 0.0
 
 
 def estimate_noise(tuned: Tuned, baseline: str) -> float:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.config.compose import build_dataclass
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import find_origin, split_overrides
 from stackexp.config.yaml_files import Tree, display_path, read_file
 from stackexp.errors import ConfigError, RunError, StoppedError
-from stackexp.files import read_json, write_json
+from stackexp.files import add_sha256, has_valid_sha256, read_json, write_json
 from stackexp.runs import RunFolder
 from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, choose_batch, count_pairs, judge
-from stackexp.sweeps.question import FREE, VerdictConfig, scale_steps
+from stackexp.sweeps.question import FREE, STEP_OPTIONS, VerdictConfig, scale_steps
 from stackexp.sweeps.schema import SweepConfig, Values, expand, format_value
 from stackexp.sweeps.sweep import STEPS, Sweep
 from stackexp.sweeps.trials import Trial, compute_config_hash, read_failure, read_objective
@@ -144,6 +145,7 @@ class Verdict:
         """Return the stage of the pairs, seed by seed. Raises ConfigError if a config is not that of the plan."""
         runs = {(arm, 0, seed): plan.values[arm] for seed in plan.seeds for arm in self.arms}
         stage = self._build_stage("pairs", runs)
+        self._check_equality({arm: stage.trials[arm, 0, plan.seeds[0]].config for arm in self.arms})
         found = {arm: stage.trials[arm, 0, plan.seeds[0]].name for arm in self.arms}
         if changed := [arm for arm, name in plan.runs.items() if found[arm] != name]:
             raise ConfigError(
@@ -151,6 +153,21 @@ class Verdict:
                 "written; undo the change, or give the file another name"
             )
         return stage
+
+    def _check_equality(self, configs: dict[str, ExperimentConfig]) -> None:
+        """Raise ConfigError if the arms do not get as many tokens, or are not scored on the same sets."""
+        base = configs[self.baseline]
+        for arm, config in configs.items():
+            where = f"{display_path(self.path)}: arms: {arm}"
+            if self.config.equal == "tokens" and config.total_tokens != base.total_tokens:
+                raise ConfigError(
+                    f"{where} trains on {config.total_tokens:,} tokens, {self.baseline} on {base.total_tokens:,}; give "
+                    "both as many, or set equal: time"
+                )
+            if getattr(config.data, "validation", None) != getattr(base.data, "validation", None):
+                raise ConfigError(f"{where} has other validation sets than {self.baseline}; give both the same")
+            if self.config.score.startswith("ema.") and config.trainer.ema_decay is None:
+                raise ConfigError(f"{where} has no {self.config.score}; set trainer.ema_decay for all arms")
 
     def _build_stage(self, name: str, runs: dict["Key", Values]) -> "Stage":
         """Build a sweep whose trials are distinct; arms with the same config share theirs."""
@@ -174,7 +191,9 @@ class Verdict:
         _ = self.tuning
 
     def check_arms(self) -> None:
-        """Compose the pairs. Raises ConfigError for an invalid arm."""
+        """Compose the pairs and the first point of each arm. Raises ConfigError for an invalid arm."""
+        if tuning := self.config.tuning:
+            self._build_stage("tuning", {(arm, 0, tuning.seeds[0]): tuning.draw_points(arm)[0] for arm in self.arms})
         plan = self.read_plan()
         if plan is None:
             self._build_plan({arm: {} for arm in self.arms}, MIN_PLANNED, None)
@@ -224,9 +243,12 @@ class Verdict:
         path = self.folder / PLAN
         if not path.is_file():
             return None
+        contents = read_json(path)
+        if "sha256" in contents and not has_valid_sha256(contents):  # earlier versions wrote none
+            raise RunError(f"{path}: its contents differ from their sha256; restore the file")
         try:
-            plan = Plan(**read_json(path))
-        except TypeError:
+            plan = Plan(**{key: value for key, value in contents.items() if key != "sha256"})
+        except (TypeError, AttributeError):
             raise RunError(f"{path}: not a plan of this version; move the folder elsewhere") from None
         ours, fixed = self._describe_question(), {"equal": "tokens"} | plan.question  # older plans have fewer keys
         if plan.version != Plan.version or not fixed.keys() <= ours.keys():
@@ -234,17 +256,25 @@ class Verdict:
         if changed := [key for key, value in fixed.items() if ours[key] != value]:
             raise ConfigError(
                 f"{display_path(self.path)}: {', '.join(changed)} changed since {path} was written; "
-                "give it another name"
+                f"give it another name, and fresh seeds with first_seed: {plan.seeds[-1] + 1}"
             )
         return plan
 
     def fix_plan(self) -> Plan:
-        """Return the plan in the folder; write it if there is none. Raises what `read_plan` and `make_plan` raise."""
+        """Return the plan in the folder; write it if there is none.
+
+        Raises what `read_plan` and `make_plan` raise, and RunError if there are pairs without a plan.
+        """
         plan = self.read_plan()
         if plan is None:
             plan = self.make_plan()
+            if self.build_pairs(plan).read_scores():
+                raise RunError(
+                    f"{self.folder}/pairs: has results of these seeds, but {PLAN} is missing; restore it, or set "
+                    "another name and first_seed"
+                )
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / PLAN, dataclasses.asdict(plan))
+            write_json(self.folder / PLAN, add_sha256(dataclasses.asdict(plan)))
         return plan
 
     def make_plan(self) -> Plan:
@@ -258,9 +288,10 @@ class Verdict:
         for arm, points in tuned.items():
             best = choose_point(points, config.effect)
             if best is None:
-                raise RunError(
-                    f"{self.folder}/tuning: {arm} has no finished trial; see `sweep status {self.folder}/tuning`"
-                )
+                problem = f"no point of {arm} has a finite loss on all tuning seeds; change tuning.space"
+                if not points:
+                    problem = f"{arm} has no finished trial; see `sweep status {self.folder}/tuning`"
+                raise RunError(f"{self.folder}/tuning: {problem}")
             values[arm] = dict(best)
         if config.equal == "time":
             speeds = measure_speeds(self._list_tuning_runs(values))
@@ -294,7 +325,7 @@ class Verdict:
             steps = max(1, round(seconds * speeds[arm] / config.data.global_batch_tokens))
             share = steps / config.trainer.max_steps
             lengths = {key: getattr(config.schedule, key, None) for key in ("warmup_steps", "decay_steps")}
-            values[arm] |= {f"schedule.{key}": max(1, round(share * n)) for key, n in lengths.items() if n}
+            values[arm] |= {f"schedule.{key}": max(1, int(share * n)) for key, n in lengths.items() if n}
             values[arm][STEPS] = steps
 
     def _build_plan(
@@ -362,8 +393,9 @@ class Verdict:
                 return True
             raise
         except (StoppedError, KeyboardInterrupt) as error:  # resuming the sweep would run all pairs
-            budget = [f"--budget={self.budget:g}"] * (self.budget != 1)
-            command = shlex.join(["python", "-m", "stackexp", "verdict", str(self.path), *self.overrides, *budget])
+            options = [f"--budget={self.budget!r}"] * (self.budget != 1)
+            options += [f"--max-parallel={max_parallel}"] * (max_parallel is not None)
+            command = shlex.join(["python", "-m", "stackexp", "verdict", str(self.path), *self.overrides, *options])
             raise type(error)(f"{self.folder}: stopped; resume with: {command}") from None
         return launcher == "local"
 
@@ -373,9 +405,8 @@ def load_verdict(path: Path, overrides: Iterable[str] = ()) -> Verdict:
     _, tree = read_file(path)
     config, overrides = build_dataclass(VerdictConfig, tree), tuple(overrides)
     tuning = config.tuning or Tuning()
-    own = {"seed", "name", *(key for arm in config.arms for key in arm), *tuning.space}
     for key, _, origin in split_overrides([*config.overrides, *tuning.overrides, *overrides]):
-        if key in own:
+        if key in config.list_own_keys():
             raise ConfigError(f"{key} is chosen by the verdict, or differs between its arms; change it there", origin)
     return Verdict(path, config, tree, overrides)
 
@@ -386,14 +417,18 @@ def load_verdicts(path: Path, overrides: Iterable[str] = (), budget: float = 1.0
     `budget` multiplies all options of the file that end in _steps or _interval. Raises ConfigError.
     """
     verdict = load_verdict(path, overrides)
+    if budget != 1 and (steps := [o for o in verdict.overrides if o.partition("=")[0].endswith(STEP_OPTIONS)]):
+        raise ConfigError(f"{steps[0]}: --budget multiplies the steps of the file; change them there")
     name = verdict.name + f"-budget-{budget:g}" * (budget != 1)
-    config = dataclasses.replace(scale_steps(verdict.config, budget, path), name=name, each={})
-    each = verdict.config.each
-    verdicts = []
+    scaled = scale_steps(verdict.config, budget, path)
+    config, each = dataclasses.replace(scaled, name=name, each={}), scaled.each
+    verdicts: list[Verdict] = []
     for combination in itertools.product(*each.values()):
         own = [f"{key}={format_value(value)}" for key, value in zip(each, combination, strict=True)]
         folder = re.sub(r"[^\w.+-]", "-", "-".join(map(str, combination)))
         label = "/".join([name, folder] if each else [name])
+        if label in (other.name for other in verdicts):
+            raise ConfigError(f"{display_path(path)}: each: two questions have the folder {label}; change a value")
         changed = dataclasses.replace(config, name=label, overrides=config.overrides + own)
         verdicts.append(dataclasses.replace(verdict, config=changed, budget=budget))
     return verdicts

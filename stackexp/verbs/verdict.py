@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp.errors import ConfigError
-from stackexp.verbs.parser import Parser, count, flag, setting
+from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser, count, flag, setting
 from stackexp.verbs.report import ReportVerb
 
 
@@ -27,7 +27,7 @@ class Verdict(ReportVerb):
     """
 
     builder = "reports.verdict:build_verdicts"
-    source = ("file", setting("FILE.yaml", "the arms, the effect and the search", nargs="?", type=Path))
+    source = ("file", setting("FILE.yaml", "the arms, the effect and the search", nargs="?"))
     options = (
         ("--memory", setting("NAME", "compare this memory with the usual controls")),
         ("--report", flag("only read finished runs")),
@@ -46,8 +46,10 @@ class Verdict(ReportVerb):
         from stackexp.sweeps.controls import write_question
         from stackexp.sweeps.verdict import load_verdicts
 
-        if args.memory and args.file and "=" in str(args.file):
-            args.file, args.overrides = None, [str(args.file), *args.overrides]
+        args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)  # before runs that take hours
+        args.parser.check_output("--csv", args.csv, [".csv"])
+        if args.memory and args.file and "=" in args.file:
+            args.file, args.overrides = None, [args.file, *args.overrides]
         if (args.file is None) == (args.memory is None):
             args.parser.error("give a FILE.yaml, or --memory NAME with --config")
         if args.memory:
@@ -57,10 +59,12 @@ class Verdict(ReportVerb):
             raise ConfigError(f"verdict: --config: {args.file} names its config; remove one of them")
         else:
             overrides = args.overrides
-        verdicts = load_verdicts(args.file, overrides, args.budget)
+        verdicts = load_verdicts(Path(args.file), overrides, args.budget)
+        if args.figure and len(verdicts) > 1:
+            raise ConfigError(f"verdict: --figure: {args.file} has {len(verdicts)} questions, and a figure draws one")
         verdicts[0].check()
         for verdict in verdicts[1:] if not args.report else ():
-            verdict.check_arms()  # the questions of `each` share their tuning
+            verdict.check_arms()  # the questions of `each` share the points of their tuning
         if args.dry_run:
             from stackexp.reports.verdict import format_plan
 
