@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -270,6 +270,8 @@ class RunFolder:
                 os.replace(self.config, self.path / f"config.step-{step}.yaml")
             write_atomically(self.config, to_yaml(config))
             session = describe_environment() | ({"origin": origin} if origin else {})
+            if plugins := hash_plugins(config.plugins):
+                session["plugins"] = plugins
             if tokenizer is not None:
                 if self.read_tokenizer_hash() is None or not self.tokenizer.exists():
                     write_atomically(self.tokenizer, tokenizer)
@@ -371,6 +373,11 @@ def describe_environment() -> dict[str, Any]:
         "cpu": {"model": _read_cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
+
+
+def hash_plugins(plugins: Sequence[str]) -> dict[str, str]:
+    """Return the SHA-256 of each plugin that is a file, by its path."""
+    return {name: compute_sha256(Path(name)) for name in plugins if Path(name).is_file()}
 
 
 def read_commit() -> str | None:

@@ -62,8 +62,8 @@ def judge(
 ) -> dict[str, Judgment]:
     """Judge the arms by their paired differences (arm minus baseline, in the order of the seeds).
 
-    The arms are judged after 3, 4, ... pairs, as if each had been asked for, and the first verdict on an arm stays. An
-    arm helps or hurts if its p-value is significant by Holm's method over the arms, so at most a share `level` of
+    The arms are judged after 3, 4, ... pairs, each time with the pairs up to there; the first verdict on an arm stays.
+    An arm helps or hurts if its p-value is significant by Holm's method over the arms, so at most a share `level` of
     comparisons without any effect get such a verdict. It has no effect above `effect` if its interval, at `level`
     divided by the number of arms, lies within +-effect. This interval of an arm that only Holm's method decides may
     contain zero.

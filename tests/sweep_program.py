@@ -9,6 +9,7 @@ two steps for the file `go` in the root. Each attempt that holds the folder adds
 import fcntl
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -60,7 +61,8 @@ def run_trial(folder: Path) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         if (stopped and not behavior.get("stubborn")) or (step == done + 2 and instead == "save"):
             return 75
-    result = {"steps": STEPS, "parameters": 1000, "memory_parameters": 10, "train_loss": {"last_20_steps": 4.0}}
+    steps = int(re.search(r"max_steps: (\d+)", (folder / "config.yaml").read_text())[1])
+    result = {"steps": steps, "parameters": 1000, "memory_parameters": 10, "train_loss": {"last_20_steps": 4.0}}
     result["average"] = {"loss": behavior.get("loss", 4.0)}
     (folder / ".result").write_text(json.dumps(result))
     os.replace(folder / ".result", folder / "result.json")  # atomic: workers read it at any time

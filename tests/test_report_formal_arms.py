@@ -33,6 +33,18 @@ def test_arms_have_means_intervals_and_solved_seeds(tmp_path, capsys):
     assert "| core-hours | 1.2 | 1.0 |" in " ".join(printed.split()), "the tuning counts as cost, not as a score"
 
 
+def test_a_failed_run_counts_as_not_solved(tmp_path, capsys):
+    for seed in (100, 101):
+        run = write_run(tmp_path / f"pairs/lstm-seed={seed}-0123456{seed % 10}", "LSTM", "parity_check", seed=seed)
+        if seed == 100:
+            finish(run, beyond=1.0)
+    (run / "failure.json").write_text("{}")
+    assert main(["report", "formal", "--arms", str(tmp_path), "--markdown"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "| parity_check | 1/2 |" in printed
+    assert "Failed runs count as not solved, and are in no mean accuracy: lstm on parity_check (1)" in printed
+
+
 def test_two_runs_of_one_seed_are_an_error(tmp_path, capsys):
     for name in ("equal", "equal-budget-0.1"):
         run = write_run(tmp_path / name / "parity_check/pairs/lstm-seed=100-01234567", "LSTM", "parity_check", seed=100)

@@ -1,7 +1,7 @@
 """The table of formal languages by arm: the models of one `verdict` file, tuned equally, on every task."""
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from stackexp.reports.arms import compute_difference
 from stackexp.reports.formal_runs import SOLVED, count_solved, join_paths, label_task, read_runs, sort_tasks
 from stackexp.reports.report import Report, Table
 from stackexp.sequential import LEVEL
+from stackexp.sweeps.trials import FAILURE
 from stackexp.tables import ABSENT
 
 COLUMNS = ("seed", "path", "validation_accuracy", "validation_loss", "optimizer.lr", "data.curriculum_steps")
@@ -30,7 +31,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
     records: list[dict[str, Any]] = []
     runs, notes = read_runs(paths, lengths)
     found: dict[tuple[str, str, int], Path] = {}
-    unscored = []
+    unscored, failed = [], Counter[tuple[str, str]]()
     for run in runs:
         path, arm, task = Path(run.row["path"]), run.row["arm"], run.task
         is_tuning = path.parent.name == TUNING
@@ -38,6 +39,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
         score = run.compute_score(run.lengths)
         if not run.is_finished or (score is None and not is_tuning):
             unscored.append(path)
+            failed[task, arm] += not is_tuning and not run.is_finished and (path / FAILURE).exists()
         elif score is not None and not is_tuning:
             if (other := found.setdefault((task, arm, run.row["seed"]), path)) != path:
                 raise RunError(f"{path} and {other} are runs of {arm} on {task} with one seed; give the folder of one")
@@ -45,6 +47,9 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
             records.append({"task": task, "arm": arm, "score": score} | {key: run.row.get(key) for key in COLUMNS})
     if not scores:
         raise RunError(f"{join_paths(paths)}: no finished run is tested over {lengths[0]}..{lengths[1]}")
+    if failed := +failed:
+        listed = ", ".join(f"{arm} on {task} ({count})" for (task, arm), count in failed.items())
+        notes.append(f"Failed runs count as not solved, and are in no mean accuracy: {listed}")
     if unscored:
         notes.append(f"left out, not finished and tested over these lengths: {join_paths(unscored)}")
     ranges = {run.task: run.lengths for run in runs}
@@ -54,7 +59,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
         best = max(statistics.fmean(values) for values in scores[task].values())
         label = label_task(task, ranges[task], lengths)
         means.append([label, *(_format_mean(scores[task].get(arm, []), best) for arm in arms)])
-        solved.append([label, *(count_solved(scores[task].get(arm, [])) for arm in arms)])
+        solved.append([label, *(count_solved(scores[task].get(arm, []), failed[task, arm]) for arm in arms)])
     solved.append(["core-hours", *(f"{hours[arm]:.1f}" for arm in arms)])
     title = (
         f"Mean accuracy on lengths {lengths[0]} to {lengths[1]}, or those stated, with {1 - LEVEL:.0%} intervals over "

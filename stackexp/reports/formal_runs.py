@@ -284,9 +284,10 @@ def label_task(task: str, own: Lengths, lengths: Lengths) -> str:
     return task if own == lengths else f"{task} ({own[0]} to {own[1]})"
 
 
-def count_solved(scores: Sequence[float]) -> str:
-    """Return the number of solved runs of all, such as 2/3."""
-    return f"{sum(score >= SOLVED for score in scores)}/{len(scores)}" if scores else ABSENT
+def count_solved(scores: Sequence[float], failed: int = 0) -> str:
+    """Return the number of solved runs of all, such as 2/3; `failed` runs have no score."""
+    count = len(scores) + failed
+    return f"{sum(score >= SOLVED for score in scores)}/{count}" if count else ABSENT
 
 
 def join_paths(paths: Sequence[Path | str]) -> str:

@@ -161,9 +161,9 @@ def build_noise(base: str, grids: dict[str, Grid]) -> Table:
     rows = []
     for arm, grid in grids.items():
         parts = split_variance(grid.differences)
-        total = float(parts[TOTAL][0]) ** 2
+        total = sum(float(deviation) ** 2 for source, (deviation, _, _) in parts.items() if source != TOTAL)
         for source, (deviation, low, high) in parts.items():
-            share = f"{deviation**2 / total:.0%}" if total else ABSENT
+            share = f"{deviation**2 / total:.0%}" if total and source != TOTAL else ABSENT
             rows.append([arm, source, f"{deviation:.4f}", f"{low:.4f} to {high:.4f}", share])
         noise = Comparison(arm, grid.pairs, [], []).noise.get(grid.column)
         chunks = f"{noise.num_chunks} evaluation chunks" if noise else "evaluation chunks"

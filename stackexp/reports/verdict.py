@@ -8,10 +8,21 @@ from typing import Any
 
 import numpy as np
 
+from stackexp.data import hash_log
 from stackexp.errors import RunError
 from stackexp.frame import Row
 from stackexp.metric_tags import AVERAGED_STEPS, TOKENS_PER_SECOND, TRAIN_LOSS
-from stackexp.reports.arms import OTHER, TRAINING, compare_arms, find_baseline, load_arms, read_losses, select_finished
+from stackexp.reports.arms import (
+    OTHER,
+    TRAINING,
+    DataRecord,
+    compare_arms,
+    compare_data,
+    find_baseline,
+    load_arms,
+    read_losses,
+    select_finished,
+)
 from stackexp.reports.compare import format_loss, read_curve
 from stackexp.reports.interventions import build_interventions
 from stackexp.reports.noise import Grid, build_noise, find_grids, measure_pair_deviation, pool_deviations
@@ -48,7 +59,7 @@ def build_verdicts(verdicts: Sequence[Verdict]) -> Report:
     for verdict in verdicts:
         label = verdict.name.rpartition("/")[2]
         if plan := verdict.read_plan():
-            stage = verdict.build_pairs(plan)
+            stage = _open_pairs(verdict, plan)
             scores, seconds = stage.read_scores(), {arm: _measure_seconds(stage, arm) for arm in verdict.arms}
             rows += [[label, *line] for line in _build_lines(judge_pairs(plan, scores), plan, scores, seconds)]
             records += [
@@ -72,7 +83,7 @@ def build_verdict(verdict: Verdict) -> Report:
         counts = (len(verdict.tuning.read_scores()), len(verdict.tuning.trials)) if verdict.tuning else (0, 0)
         notes.append("no pairs yet" + f"; {counts[0]} of {counts[1]} tuning runs are done" * bool(counts[1]))
         return Report(tables, notes, [])
-    stage = verdict.build_pairs(plan)
+    stage = _open_pairs(verdict, plan)
     scores = stage.read_scores()
     judgments = judge_pairs(plan, scores)
     seconds = {arm: _measure_seconds(stage, arm) for arm in verdict.arms}
@@ -96,12 +107,33 @@ def build_verdict(verdict: Verdict) -> Report:
     return Report(tables, notes, records, lambda: _draw(plan, judgments, diverged))
 
 
+def _open_pairs(verdict: Verdict, plan: Plan) -> Stage:
+    """Return the stage of the pairs. Raises RunError if the two runs of a pair had other data or another device."""
+    verdict.check_plugins()
+    stage = verdict.build_pairs(plan)
+    for (arm, _, seed), trial in stage.trials.items():
+        pair = trial.folder, stage.trials[plan.baseline, 0, seed].folder
+        if arm == plan.baseline or not all(folder.is_finished for folder in pair):
+            continue
+        ours, theirs = (DataRecord(False, hash_log.read_hashes(folder.path)) for folder in pair)
+        difference = compare_data(ours, theirs)[0]
+        devices = [(folder.read_sessions() or [{}])[0].get("gpus") or "a CPU" for folder in pair]
+        if devices[0] != devices[1]:
+            difference = f"{devices[0]}, not {devices[1]}"
+        if difference:
+            raise RunError(
+                f"{pair[0].path}: had other data or another device than {pair[1].path} ({difference}), so they are no "
+                "pair; remove one of them and repeat the command"
+            )
+    return stage
+
+
 def _build_lines(
-    judgments: dict[str, Judgment], plan: Plan, scores: dict[Key, float], seconds: dict[str, float | None]
+    judgments: dict[str, Judgment], plan: Plan, scores: dict[Key, float], seconds: "dict[str, dict[int, float]]"
 ) -> list[list[str]]:
-    lines, diverged, base = [], find_diverged(plan, scores), seconds[plan.baseline]
+    lines, diverged = [], find_diverged(plan, scores)
     for arm, judgment in judgments.items():
-        ours = seconds[arm]
+        ours, base = _average_common(seconds[arm], seconds[plan.baseline])
         word = format_word(judgment, plan, diverged.get(arm), ours, base)
         interval = f"{judgment.low:+.4f} to {judgment.high:+.4f}" if math.isfinite(judgment.low) else ABSENT
         mean = f"{judgment.mean:+.4f}" if judgment.pairs else ABSENT
@@ -114,7 +146,10 @@ def _build_lines(
 def format_word(
     judgment: Judgment, plan: Plan, diverged: int | None, ours: float | None = None, base: float | None = None
 ) -> str:
-    """Return the verdict in words; an undecided one with the diverged seed, or the pairs left and their core-hours."""
+    """Return the verdict in words; an undecided one with the diverged seed, or the pairs left and their hours.
+
+    The hours are those of one device (a core or a GPU) for both runs of each pair.
+    """
     if judgment.word == Word.NO_EFFECT:
         return f"no effect above {plan.effect:g}"
     if judgment.word != Word.UNDECIDED:
@@ -122,18 +157,27 @@ def format_word(
     if diverged is not None:
         return f"undecided: seed {diverged} diverged"
     left = plan.pairs - judgment.pairs
-    hours = f" ({left * (ours + base) / 3600:.1f} core-hours)" if ours and base and left else ""
+    hours = f" ({left * (ours + base) / 3600:.1f} hours)" if ours and base and left else ""
     return f"undecided: {left} more pairs{hours}" if left else "undecided after all planned pairs"
 
 
-def _measure_seconds(stage: Stage, arm: str) -> float | None:
-    """Return the mean duration of the arm's finished runs at their median speed; None if no speed is recorded."""
-    seconds = []
-    for (name, _, _), trial in stage.trials.items():
+def _measure_seconds(stage: Stage, arm: str) -> dict[int, float]:
+    """Return the mean duration of the arm's finished runs of each seed, at their median speed."""
+    seconds: dict[int, list[float]] = {}
+    for (name, _, seed), trial in stage.trials.items():
         if name == arm and trial.folder.is_finished and trial.folder.metrics.exists():
             tokens, speeds = read_curve(trial.folder, TOKENS_PER_SECOND)
-            seconds += [tokens[-1] / statistics.median(speeds)] if speeds else []
-    return statistics.fmean(seconds) if seconds else None
+            if speeds:
+                seconds.setdefault(seed, []).append(tokens[-1] / statistics.median(speeds))
+    return {seed: statistics.fmean(values) for seed, values in seconds.items()}
+
+
+def _average_common(ours: dict[int, float], base: dict[int, float]) -> tuple[float | None, float | None]:
+    """Return the mean durations over the seeds that both arms have; other runs may have had more threads."""
+    seeds = ours.keys() & base.keys()
+    if not seeds:
+        return None, None
+    return statistics.fmean(ours[seed] for seed in seeds), statistics.fmean(base[seed] for seed in seeds)
 
 
 def _describe(plan: Plan, judgments: dict[str, Judgment], scores: dict[Key, float]) -> list[str]:
@@ -251,11 +295,11 @@ def _build_equal_time(verdict: Verdict, plan: Plan, stage: Stage, speeds: dict[s
     return Table(title, ["arm", "tokens/s", "steps", "tokens of the baseline's"], rows)
 
 
-def _build_speed(verdict: Verdict, plan: Plan, stage: Stage, seconds: dict[str, float | None]) -> Table | None:
+def _build_speed(verdict: Verdict, plan: Plan, stage: Stage, seconds: dict[str, dict[int, float]]) -> Table | None:
     """Return the share of the baseline's time in which an arm reaches its final training loss."""
     rows = []
     for arm in verdict.arms:
-        ours, base = seconds[arm], seconds[plan.baseline]
+        ours, base = _average_common(seconds[arm], seconds[plan.baseline])
         if arm == plan.baseline or not ours or not base:
             continue
         shares = []
@@ -325,7 +369,7 @@ def format_plan(verdict: Verdict) -> str:
         trials = {trial.name: trial for trial in stage.trials.values()}.values()
         done = sum(trial.folder.is_finished for trial in trials)
         rows.append(f"{name:7} {len(trials)} runs, {done} done")
-        seconds = [s for arm in verdict.arms if (s := _measure_seconds(stage, arm))]
+        seconds = [s for arm in verdict.arms for s in _measure_seconds(stage, arm).values()]
         if seconds and done < len(trials):
             hours = (len(trials) - done) * statistics.fmean(seconds)
             rows[-1] += f"; the rest takes at most {format_duration(hours)} of one device"

@@ -81,7 +81,7 @@ class VerdictConfig:
             yield from self._find_tuning_errors(self.tuning, list(map(str, names)))
 
     def list_own_keys(self) -> set[str]:
-        """Return the options that the verdict chooses or its arms set, so that no override may."""
+        """Return the options that the verdict chooses or its arms set; overrides of them are refused."""
         arms = (key for arm in self.arms for key in arm)
         return {"seed", "name", *arms, *self.each, *(self.tuning.space if self.tuning else ())}
 

@@ -27,6 +27,10 @@ TAIL_BYTES = 2**16
 START_MARK = "=== started "
 """Begins a line of log.txt before the output of each attempt."""
 
+FAILURE = "failure.json"
+DIVERGED = re.compile(r"^step \d+: loss \S+ with gradient norm ")
+"""The error of a training whose loss or gradient is not finite."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -69,7 +73,7 @@ class Trial:
     @property
     def failure(self) -> Path:
         """The record of the last failed attempt; see `stackexp.sweeps.trials.read_failure`."""
-        return self.folder.path / "failure.json"
+        return self.folder.path / FAILURE
 
     @property
     def pruned(self) -> Path:
@@ -257,6 +261,11 @@ def count_failures(trial: Trial) -> int:
     """Return the failed attempts since the last `sweep run`."""
     failure = read_failure(trial)
     return failure["attempts"] - failure["forgiven"] if failure else 0
+
+
+def has_diverged(trial: Trial) -> bool:
+    """Return True if the last attempt ended because its loss or gradient was not finite."""
+    return bool(DIVERGED.search(read_failure(trial).get("cause", "")))
 
 
 def reset_retries(trial: Trial) -> None:

@@ -133,8 +133,9 @@ def measure_speeds(runs: Mapping[str, Sequence[RunFolder]]) -> dict[str, float]:
                 raise RunError(f"{folder.path}: no speed or machine on record; repeat the run, or use equal: tokens")
             medians.append(statistics.median(measured))
             for session in sessions:
-                gpus = session.get("gpus") or [(session.get("cpu") or {}).get("model")]
-                machines.setdefault(f"{session.get('host')} with {', '.join(map(str, gpus))}", folder)
+                cpu = session.get("cpu") or {}
+                devices = session.get("gpus") or [cpu.get("model"), f"{cpu.get('threads')} threads"]
+                machines.setdefault(f"{session.get('host')} with {', '.join(map(str, devices))}", folder)
         speeds[arm] = statistics.median(medians)
     if len(machines) > 1:
         (first, one), (second, other), *_ = machines.items()

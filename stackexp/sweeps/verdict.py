@@ -7,7 +7,6 @@ values, the seeds and the number of pairs.
 import dataclasses
 import itertools
 import math
-import os
 import re
 import shlex
 from collections.abc import Iterable
@@ -16,24 +15,22 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.compose import build_dataclass
+from stackexp.config.compose import build_dataclass, load_config, to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import find_origin, split_overrides
 from stackexp.config.yaml_files import Tree, display_path, read_file
 from stackexp.errors import ConfigError, RunError, StoppedError
 from stackexp.files import add_sha256, has_valid_sha256, read_json, write_json
-from stackexp.runs import RunFolder
+from stackexp.runs import RunFolder, hash_plugins
 from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, choose_batch, count_pairs, judge
 from stackexp.sweeps.question import FREE, STEP_OPTIONS, VerdictConfig, scale_steps
 from stackexp.sweeps.schema import SweepConfig, Values, expand, format_value
 from stackexp.sweeps.sweep import STEPS, Sweep
-from stackexp.sweeps.trials import Trial, compute_config_hash, read_failure, read_objective
+from stackexp.sweeps.trials import Trial, compute_config_hash, get_number, has_diverged, read_failure
 from stackexp.sweeps.tuning import Tuned, Tuning, choose_point, estimate_noise, measure_speeds
-from stackexp.sweeps.worker import run_sweep
+from stackexp.sweeps.worker import Machine, run_sweep
 
 PLAN = "verdict.json"
-DIVERGED = re.compile(r"^step \d+: loss \S+ with gradient norm ")
-"""The error of a training whose loss or gradient is not finite."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +80,29 @@ class Stage:
     def read_scores(self) -> dict[Key, float]:
         """Return the scores of the trials that ended: inf for those whose loss or score was not finite.
 
-        Raises RunError if a result has no such score.
+        Raises RunError if a result has no such score, or is not that of the trial's config.
         """
         scores = {}
         for key, trial in self.trials.items():
             if trial.folder.is_finished:
-                scores[key], problem = read_objective(trial, self.sweep.config.objective, missing=math.inf)
-                if problem:
-                    raise RunError(f"{trial.folder.path}: {problem}")
-            elif DIVERGED.search(read_failure(trial).get("cause", "")):
+                scores[key] = _read_score(trial, self.sweep.config.objective)
+            elif has_diverged(trial):
                 scores[key] = math.inf
-        return scores  # type: ignore[return-value]
+        return scores
+
+
+def _read_score(trial: Trial, objective: str) -> float:
+    """Return the score of a finished trial. Raises RunError if the run was resumed with another config."""
+    path, result = trial.folder.path, trial.folder.read_result()
+    is_changed = result.steps != trial.config.trainer.max_steps
+    if not is_changed and trial.folder.config.read_text(encoding="utf-8") != to_yaml(trial.config):
+        is_changed = compute_config_hash(load_config(trial.folder.config)) != compute_config_hash(trial.config)
+    if is_changed:
+        raise RunError(f"{path}: was resumed with another config than the verdict's; move the folder elsewhere")
+    try:
+        return get_number(result.to_dict(), objective, missing=math.inf)
+    except RunError as error:
+        raise RunError(f"{path}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -348,15 +357,17 @@ class Verdict:
         looks do not depend on the runs that exist, so several processes agree. With Slurm, a call submits the next
         stage. Raises what `run_sweep` raises, unless the failed trials diverged.
         """
+        self.check_plugins()
         run = partial(self._run_part, launcher=launcher, max_parallel=max_parallel)
         if self.tuning and not run(self.tuning, list(self.tuning.trials)):
             return False
         plan = self.fix_plan()
         stage, arms = self.build_pairs(plan), self.arms
         before = stage.read_scores()
-        workers = max_parallel or len(os.sched_getaffinity(0))
-        at_once = choose_batch(len(arms), workers) if launcher == "local" else plan.pairs
-        for end in [*range(max(at_once, MIN_PAIRS), plan.pairs, at_once), plan.pairs]:
+        workers = Machine(stage.sweep, stage.sweep.trials, max_parallel).parallel if launcher == "local" else None
+        end = 0
+        while arms and end < plan.pairs:
+            end = min(plan.pairs, max(MIN_PAIRS, end + choose_batch(len(arms), workers))) if workers else plan.pairs
             seeds = plan.seeds[:end]
             keys = [(arm, 0, seed) for seed in seeds for arm in arms]
             if not run(stage, keys):
@@ -368,11 +379,21 @@ class Verdict:
                 print(f"after {end} of {plan.pairs} pairs: {', '.join(words)}", flush=True)
             if self.config.stop_when_decided:
                 diverged = find_diverged(plan, scores)
-                arms = [arm for arm, j in judgments.items() if not j.is_decided and arm not in diverged]
-                if not arms:
-                    break
-                arms = [plan.baseline, *arms]
+                left = [arm for arm, j in judgments.items() if not j.is_decided and arm not in diverged]
+                arms = [plan.baseline, *left] if left else []
         return True
+
+    def check_plugins(self) -> None:
+        """Raise ConfigError if a run of this verdict had other contents of a plugin than the file has now."""
+        plugins = hash_plugins(self._build_sweep(self.name, []).base_trial.config.plugins)
+        for path in sorted(self.folder.glob("*/*/environment.json")) if plugins else ():
+            for session in RunFolder(path.parent).read_sessions():
+                recorded = session.get("plugins", plugins)  # earlier versions recorded none
+                if changed := [name for name, sha256 in plugins.items() if recorded.get(name, sha256) != sha256]:
+                    raise ConfigError(
+                        f"{changed[0]}: changed since {path.parent} was trained; undo the change, or give "
+                        f"{display_path(self.path)} another name"
+                    )
 
     def _run_part(self, stage: Stage, keys: list[Key], launcher: str, max_parallel: int | None) -> bool:
         """Run the trials of a stage that have not ended. Return False if they were only submitted."""
@@ -389,9 +410,15 @@ class Verdict:
             sweep = self._build_sweep(str(stage.sweep.config.name), part, is_search=stage is self.tuning)
             run_sweep(sweep, launcher=launcher, max_parallel=max_parallel, whole=stage.sweep)
         except RunError:
-            if stage.read_scores().keys() >= set(keys):  # the failed trials diverged
-                return True
-            raise
+            failed = [stage.trials[key] for key in keys if key not in stage.read_scores()]  # the others diverged
+            if failed and (cause := read_failure(failed[0]).get("cause")):
+                raise RunError(
+                    f"{stage.sweep.folder}: {len(failed)} of {len(keys)} runs failed, the first {failed[0].name}: "
+                    f"{cause}; `sweep status` shows all causes; the same command retries them"
+                ) from None
+            if failed:
+                raise
+            return True
         except (StoppedError, KeyboardInterrupt) as error:  # resuming the sweep would run all pairs
             options = [f"--budget={self.budget!r}"] * (self.budget != 1)
             options += [f"--max-parallel={max_parallel}"] * (max_parallel is not None)

@@ -32,6 +32,7 @@ from stackexp.sweeps.trials import (
     Claim,
     Trial,
     count_failures,
+    has_diverged,
     has_worker,
     read_claim,
     read_failure,
@@ -54,20 +55,22 @@ STOP_SECONDS = 180
 class Machine:
     """The devices that a worker may use: GPUs, or CPU cores if no trial uses GPUs or this machine has none.
 
-    In a Slurm job, these are the devices of the job. Raises ConfigError if a trial needs more than there are.
+    In a Slurm job, these are the devices of the job. `parallel` trials run at once, with `threads` each. `expected` is
+    the number of trials (default: the given ones). Raises ConfigError if a trial needs more devices than there are.
     """
 
-    def __init__(self, sweep: Sweep, trials: list[Trial], max_parallel: int | None) -> None:
+    def __init__(self, sweep: Sweep, trials: list[Trial], max_parallel: int | None, expected: int | None = None):
         self.location = socket.gethostname(), slurm.get_job()
         self.max_parallel, self.trials_per_gpu = max_parallel, sweep.config.resources.trials_per_gpu
         self.gpus = [] if all(trial.config.trainer.accelerator == "cpu" for trial in trials) else find_gpus()
         self.cores = int(os.environ.get("SLURM_CPUS_ON_NODE", 0)) or len(os.sched_getaffinity(0))
         devices = max((self._count_devices(trial) for trial in trials), default=1)
-        expected = sweep.config.search.trials if sweep.config.search else len(trials)
-        parallel = max(1, min(expected, max_parallel or self.cores // devices))
+        if expected is None:
+            expected = sweep.config.search.trials if sweep.config.search else len(trials)
+        self.parallel = max(1, min(expected, max_parallel or self.cores // devices))
         if self.gpus:
-            parallel = max(1, min(parallel, len(self.gpus) * self.trials_per_gpu // devices))
-        self.threads = max(1, self.cores // (parallel * devices))
+            self.parallel = max(1, min(self.parallel, len(self.gpus) * self.trials_per_gpu // devices))
+        self.threads = max(1, self.cores // (self.parallel * devices))
 
     def _count_devices(self, trial: Trial) -> int:
         nodes, devices = trial.shape
@@ -122,11 +125,13 @@ class Worker:
         retries: int,
         max_parallel: int | None = None,
         is_job: bool = False,
+        expected: int | None = None,
     ) -> None:
         self._sweep, self._retries, self._is_job = sweep, retries, is_job
         self._changes = ChangePrinter(sweep.config.objective)
         self._study = Study(sweep) if sweep.config.search else None
-        self._machine = Machine(sweep, [sweep.base_trial] if self._study else self._find_trials(), max_parallel)
+        trials = [sweep.base_trial] if self._study else self._find_trials()
+        self._machine = Machine(sweep, trials, max_parallel, expected)
         self._running: dict[Trial, tuple[subprocess.Popen, IO[str]]] = {}  # processes and claims
         self._started: dict[Trial, None] = {}  # trials that this worker has started, in order
         self._recheck_at = 0.0
@@ -190,8 +195,13 @@ class Worker:
         return [trial for trial in trials if trial.shape == slurm.get_shape()] if self._is_job else trials
 
     def _is_over(self, trial: Trial) -> bool:
-        """Return True if the trial is settled, or has failed too often in this `sweep run`."""
-        return trial.is_settled or (trial not in self._running and count_failures(trial) > self._retries)
+        """Return True if the trial is settled, or has failed too often in this `sweep run`.
+
+        A trial that diverged is not retried: a second chance would favor unstable trainings.
+        """
+        if trial.is_settled or trial in self._running:
+            return trial.is_settled
+        return count_failures(trial) > (0 if has_diverged(trial) else self._retries)
 
     def _start_next(self, unclaimed: list[Trial], claims: list[Claim]) -> bool:
         """Start the first unclaimed trial that fits, or a new trial of a search. Return True if one was started."""
@@ -330,8 +340,8 @@ def run_sweep(
 ) -> None:
     """Run the missing trials of a sweep on this machine, or submit workers to Slurm.
 
-    If `sweep` is a part of another one, the folder gets a copy of the `whole`. Slurm's workers run all missing trials
-    of the whole.
+    If `sweep` is a part of another one, the folder gets a copy of the `whole`, and a trial has as many threads as if
+    the whole ran. Slurm's workers run all missing trials of the whole.
 
     Raises ConfigError before anything is written, then what `Worker.run` or `slurm.submit_workers` raises.
     """
@@ -341,7 +351,10 @@ def run_sweep(
             "so far"
         )
     retries = sweep.config.retries if retries is None else retries
-    worker = Worker(sweep, max_parallel=max_parallel, retries=retries) if launcher == "local" else None
+    expected = len(whole.trials) if whole else None
+    worker = (
+        Worker(sweep, max_parallel=max_parallel, retries=retries, expected=expected) if launcher == "local" else None
+    )
     sweep.folder.mkdir(parents=True, exist_ok=True)
     write_atomically(sweep.folder / COPY, (whole or sweep).to_yaml())
     (sweep.folder / STOP).unlink(missing_ok=True)

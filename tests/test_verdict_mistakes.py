@@ -1,0 +1,171 @@
+"""What `verdict` refuses: mistakes in the file, and runs that do not answer its question."""
+
+import json
+
+import pytest
+from verdict_question import Question
+
+from stackexp.cli import main
+from stackexp.errors import ConfigError
+from stackexp.runs import hash_plugins
+
+
+@pytest.fixture
+def question(tmp_path) -> Question:
+    return Question(tmp_path)
+
+
+def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, capsys):
+    question.keep_arms("plain", "same")
+    question.write(tuning=None, pairs=4)
+    question.run()
+
+    def report() -> str:
+        assert main(["verdict", str(question.path), "--report"]) == 1
+        return capsys.readouterr().err
+
+    (folder,) = question.folder.glob("pairs/same-seed=101-*")
+    changes = [
+        ("environment.json", '["card"]', "[]", "had other data or another device than"),
+        ("result.json", '"steps": 12', '"steps": 13', "was resumed with another config"),
+        ("config.yaml", "eval_sequences: null", "eval_sequences: 3", "was resumed with another config"),
+    ]
+    for name, old, new, expected in changes:
+        before = (folder / name).read_text()
+        assert old in before
+        (folder / name).write_text(before.replace(old, new))
+        assert f"same-seed=101-{folder.name.rpartition('-')[2]}: {expected}" in report()
+        (folder / name).write_text(before)
+    for run, digest in ((folder, "aa"), (next(question.folder.glob("pairs/plain-seed=101-*")), "bb")):
+        (run / "data.jsonl").write_text(json.dumps({"step": 10, "hash": digest}) + "\n")
+    assert "they differ at step 10" in report()
+
+
+def test_a_changed_plugin_is_refused(question, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("RATE = 1\n")
+    question.keep_arms("plain", "same")
+    question.write(overrides=["plugins=[mine.py]"], tuning=None, pairs=4)
+    question.run()
+    for path in question.folder.glob("pairs/*/environment.json"):
+        path.write_text(json.dumps([{"plugins": hash_plugins([str(plugin)]), "gpus": []}]))
+    assert main(["verdict", str(question.path), "--report"]) == 0
+    plugin.write_text("RATE = 2\n")
+    for command in (["--report"], []):
+        assert main(["verdict", str(question.path), *command]) == 2
+        assert "mine.py: changed since" in capsys.readouterr().err
+
+
+def test_the_plan_holds_for_one_config_and_one_version(question, capsys):
+    question.keep_arms("plain", "same")
+    question.write(tuning=None, pairs=4)
+    question.run()
+    config = question.path.parent / "tiny.yaml"
+    before = config.read_text()
+    config.write_text(before.replace("max_steps: 12", "max_steps: 13"))
+    assert config.read_text() != before
+    assert main(["verdict", str(question.path), "--report"]) == 2
+    assert "the config of plain, same changed since" in capsys.readouterr().err
+    config.write_text(before)
+    assert main(["verdict", str(question.path), "--report"]) == 0
+    plan = question.folder / "verdict.json"
+    written = json.loads(plan.read_text())
+    plan.write_text(json.dumps(written | {"seeds": written["seeds"][:3]}))
+    assert main(["verdict", str(question.path), "--report"]) == 1
+    assert "its contents differ from their sha256" in capsys.readouterr().err
+    plan.unlink()
+    assert "but verdict.json is missing; restore it" in question.run(expect=1)
+    written.pop("sha256")
+    for change in ({"version": 2}, {"question": written["question"] | {"new_key": 1}}):
+        plan.write_text(json.dumps(written | change))
+        assert main(["verdict", str(question.path), "--report"]) == 1
+        assert "not a plan of this version" in capsys.readouterr().err
+
+
+def test_another_question_needs_another_name(question, capsys):
+    question.run()
+    question.write(effect=0.02)
+    question.keys["arms"][2]["model.memory.num_slots"] = 4
+    question.write()
+    assert main(["verdict", str(question.path), "--report"]) == 2
+    error = capsys.readouterr().err
+    assert "arms, effect changed since" in error
+    question.keys["arms"][2].pop("model.memory.num_slots")
+    question.write(effect=0.01, first_seed=200, max_pairs=30, stop_when_decided=False)
+    assert main(["verdict", str(question.path), "--report"]) == 2
+    assert "max_pairs, first_seed changed since" in capsys.readouterr().err
+    assert error.rstrip().endswith("give it another name, and fresh seeds with first_seed: 108")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"arms": [{"name": "a"}]}, "arms: expected at least two"),
+        ({"arms": [{"name": "a"}, {"name": "a"}]}, "a is the name of two arms"),
+        ({"arms": [{"name": "a=1"}, {"name": "b"}]}, "expected a name without '='"),
+        ({"arms": [{"name": "a", "seed": 1}, {"name": "b"}]}, "the verdict chooses the seeds"),
+        ({"baseline": "plane"}, "no arm is named plane; did you mean 'plain'?"),
+        ({"tuning": None, "pairs": None}, "pairs: required without tuning"),
+        ({"first_seed": 50}, "tuning.seeds: 50 is also a seed of the pairs"),
+        ({"tuning": {"space": {"optimizer.lr": {"low": 1, "high": 2}}}}, "required, because optimizer.lr is a range"),
+        ({"tuning": {"space": {}}}, "name at least one key"),
+        ({"tuning": {"space": {"optimizer.lr": {"values": [1]}}, "seeds": [1]}, "pairs": None}, "two or more"),
+        ({"each": {"seed": [1, 2]}}, "each.seed: chosen by the verdict"),
+        ({"each": {"model.num_layers": []}}, "each.model.num_layers: expected at least one value"),
+        ({"each": {"model.num_layers": [1]}, "overrides": ["model.num_layers=2"]}, "model.num_layers is chosen by"),
+        ({"each": {"name": ["a"]}}, "each.name: chosen by the verdict"),
+        ({"each": {"data.source": ["a/b", "a b"]}}, "two questions have the folder question/a-b"),
+        ({"equal": "time", "arms": [{"name": "a", "tokens": 9}, {"name": "b"}]}, "arms[0].tokens: equal: time sets"),
+        ({"arms": [{"name": "a"}, {"name": "b", "trainer.max_steps": 24}]}, "arms: b trains on"),
+        ({"score": "ema.average.loss"}, "arms: plain has no ema.average.loss; set trainer.ema_decay"),
+        ({"each": {"optimizer.lr": [1, 2]}}, "each.optimizer.lr: chosen by the verdict or its tuning"),
+        ({"arms": [{"name": "plain"}, {"name": "a", "optimizer.lr": 1}]}, "arms[1].optimizer.lr: also in tuning.space"),
+        ({"tuning": {"space": {k: {"values": [1]} for k in "abcd"}}}, "plain tunes 4 options; expected at most 3"),
+        ({"tuning": {"space": {"a": {"values": [1], "arms": ["good"]}}}}, "only some arms tune a"),
+        ({"tuning": {"space": {"a": {"values": [1], "arms": ["godo"]}}, "trials": 2}}, "no arm is named godo"),
+        ({"equal": "time", "tuning": None}, "tuning: required for equal: time"),
+        ({"equal": "time", "tuning": {"space": {"trainer.max_steps": {"values": [4]}}}}, "sets the steps of each arm"),
+        ({"score": "average.accuracy"}, "average.accuracy is an accuracy; expected a loss"),
+        ({"overrides": ["optimizer.lr=1"]}, "optimizer.lr is chosen by the verdict"),
+        ({"overrides": ["seed=1"]}, "seed is chosen by the verdict"),
+        ({"tuning": {"space": {"a": {"values": [1]}}, "overrides": ["a=1"]}}, "a is chosen by the verdict"),
+        ({"efect": 1}, "did you mean 'effect'?"),
+        ({"grid": 1}, "grid: unknown key; a verdict has arms, baseline"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_file_are_one_line(question, keys, expected, capsys):
+    question.write(**keys)
+    assert main(["verdict", str(question.path), "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+def test_every_question_of_a_file_is_checked_before_the_first_run(question, capsys):
+    question.write(each={"model.intermediate_size": [32, -1]})
+    assert main(["verdict", str(question.path), "--launcher", "slurm"]) == 2
+    assert "model.intermediate_size: expected an integer from 1" in capsys.readouterr().err
+    assert not list(question.path.parent.rglob("tuning"))
+
+
+def test_output_that_cannot_be_written_is_refused_before_the_runs(question, capsys):
+    assert main(["verdict", str(question.path), "--figure", "x.txt"]) == 2
+    question.write(each={"model.num_layers": [1, 2]})
+    assert main(["verdict", str(question.path), "--figure", "x.png"]) == 2
+    assert "has 2 questions, and a figure draws one" in capsys.readouterr().err
+    assert not list(question.path.parent.rglob("tuning"))
+
+
+def test_loading_checks_the_arms(question):
+    question.keys["arms"][2]["model.memory.num_slotz"] = 3
+    question.write()
+    with pytest.raises(ConfigError, match=r"question\.yaml:\d+: model\.memory\.num_slotz: unknown key"):
+        question.load().check()
+
+
+def test_a_verdict_file_is_not_a_sweep(question, capsys):
+    assert main(["sweep", "run", str(question.path)]) == 2
+    assert capsys.readouterr().err.endswith(
+        f"a question, not a sweep; run: python -m stackexp verdict {question.path}\n"
+    )
