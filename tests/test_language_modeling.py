@@ -8,6 +8,7 @@ import torch
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
 from stackexp.modules.language_modeling import LanguageModeling
+from stackexp.sweeps.trials import DIVERGED
 
 SMALL = ["model.hidden_size=16", "model.num_layers=2", "model.intermediate_size=16", "model.num_heads=2"]
 SMALL += ["model.num_kv_heads=1", "model.vocab_size=50", "data.kind=shards", "data.path=none", "data.vocab_size=50"]
@@ -45,8 +46,9 @@ def test_non_finite_gradient_error_has_step_and_samples(batch):
     lm = build()
     lm.training_step(batch, 0).backward()
     next(lm.parameters()).grad[0, 0] = math.nan
-    with pytest.raises(RunError, match=r"^step 1: loss .* gradient norm nan on samples \[4, 5, 6\]"):
+    with pytest.raises(RunError, match=r"^step 1: loss .* gradient norm nan on samples \[4, 5, 6\]") as error:
         lm.configure_gradient_clipping(lm.configure_optimizers()["optimizer"])
+    assert DIVERGED.search(str(error.value)), "so sweeps and verdicts recognize it"
 
 
 def test_probes_are_recorded_for_each_layer_on_request(batch):
