@@ -19,6 +19,8 @@ MIN_PAIRS = 3
 """Fewer pairs decide nothing."""
 MIN_PLANNED, MAX_PLANNED = 4, 10_000
 LEVEL, POWER = 0.05, 0.8
+QUANTILES = 100
+"""Deviations over which a power is averaged."""
 CONTINUITY = 0.25
 """Crossing probabilities are those of Brownian motion, with the barrier raised by this much divided by sqrt(N).
 
@@ -172,23 +174,38 @@ def _compute_evidence(values: "Sequence[float] | np.ndarray", planned: int) -> "
 # Plan
 
 
-def compute_power(pairs: int, effect: float, deviation: float, level: float = LEVEL) -> float:
+def compute_power(
+    pairs: int, effect: float, deviation: float, level: float = LEVEL, degrees: float = math.inf
+) -> float:
     """Return the probability that `pairs` planned pairs find an effect and its sign, by the noncentral t distribution.
 
-    `deviation` is the standard deviation of a pair's difference. Only the last look counts; earlier ones add little.
+    `deviation` is the standard deviation of a pair's difference. If it is an estimate with this number of `degrees` of
+    freedom, the probability is the mean over the deviations that it leaves possible. Only the last look counts; earlier
+    ones add little.
     """
-    from scipy.special import nctdtr
+    from scipy.special import chdtri, nctdtr
 
-    critical, shift = _get_critical_t(pairs, pairs, level), effect * math.sqrt(pairs) / deviation
-    return float(1 - nctdtr(pairs - 1, shift, critical))
+    ratio = np.ones(1)  # of the estimate to the true deviation
+    if math.isfinite(degrees):
+        ratio = np.sqrt(chdtri(degrees, (np.arange(QUANTILES) + 0.5) / QUANTILES) / degrees)
+    shifts = ratio * effect * math.sqrt(pairs) / deviation
+    return float(np.mean(1 - nctdtr(pairs - 1, shifts, _get_critical_t(pairs, pairs, level))))
 
 
-def count_pairs(effect: float, deviation: float, level: float = LEVEL, power: float = POWER) -> int:
-    """Return the number of pairs that find an effect with this power; MAX_PLANNED if even those are too few."""
+def count_pairs(
+    effect: float, deviation: float, level: float = LEVEL, power: float = POWER, degrees: float = math.inf
+) -> int:
+    """Return the number of pairs that find an effect with this power; MAX_PLANNED if even those are too few.
+
+    `degrees` is that of `compute_power`.
+    """
     if not deviation:
         return MIN_PLANNED
-    counts = range(MIN_PLANNED, MAX_PLANNED)
-    return MIN_PLANNED + bisect.bisect_left(counts, power, key=lambda n: compute_power(n, effect, deviation, level))
+
+    def compute(pairs: int) -> float:
+        return compute_power(pairs, effect, deviation, level, degrees)
+
+    return MIN_PLANNED + bisect.bisect_left(range(MIN_PLANNED, MAX_PLANNED), power, key=compute)
 
 
 def choose_batch(arms: int, workers: int) -> int:

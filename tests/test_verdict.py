@@ -18,7 +18,7 @@ from stackexp.config.yaml_files import read_file
 from stackexp.errors import ConfigError
 from stackexp.reports.verdict import compute_best_of, find_share_of_steps
 from stackexp.runs import RunFolder
-from stackexp.sequential import judge
+from stackexp.sequential import compute_power, count_pairs, judge
 from stackexp.sweeps.question import VerdictConfig
 from stackexp.sweeps.trials import get_number
 from stackexp.sweeps.tuning import TunedSpace, Tuning, choose_point, estimate_noise
@@ -241,7 +241,27 @@ def test_noise_is_that_of_pairs_at_equal_rank():
         for arm in ("base", "arm")
     }
     tuned["arm"].append(({}, [math.inf] * 200))
-    assert estimate_noise(tuned, "base") == pytest.approx(0.01 * math.sqrt(2), rel=0.1)
+    deviation, degrees = estimate_noise(tuned, "base")
+    assert deviation == pytest.approx(0.01 * math.sqrt(2), rel=0.1)
+    assert degrees == pytest.approx(199 * 2 / 1.25), "two points of one arm"
+
+
+@pytest.mark.parametrize(("arms", "seeds"), [(1, 2), (1, 3), (6, 2)])
+@pytest.mark.parametrize("shared", [0.0, 0.5], ids=["independent", "points-share-noise"])
+def test_the_planned_pairs_find_the_effect_in_four_of_five_questions(arms, seeds, shared):
+    random, deviation, level = np.random.default_rng(arms), 0.01, 0.05 / arms
+
+    def draw() -> list[tuple[dict, list[float]]]:
+        own = math.sqrt(shared) * random.normal(0, deviation / math.sqrt(2), seeds)
+        rest = math.sqrt(1 - shared) * random.normal(0, deviation / math.sqrt(2), (3, seeds))
+        return [({}, list(own + values)) for values in rest] + [({}, [9.0] * seeds)] * 3  # the worse half
+
+    powers = []
+    for _ in range(150):
+        noise, degrees = estimate_noise({str(i): draw() for i in range(arms + 1)}, "0")
+        pairs = count_pairs(0.01, noise, level, degrees=degrees)
+        powers.append(compute_power(pairs, 0.01, deviation, level))
+    assert 0.76 < np.mean(powers) < 0.95, "0.55 to 0.66 if the estimate counts as the truth"
 
 
 def test_share_of_steps_to_the_loss_of_the_baseline(tmp_path):

@@ -203,7 +203,7 @@ def _describe(plan: Plan, judgments: dict[str, Judgment], scores: dict[Key, floa
             deviation, low, high = estimate_deviation(differences)
             text = f"{arm}: standard deviation of a pair {deviation:.4f} ({low:.4f} to {high:.4f})"
             if not judgment.is_decided and judgment.pairs == plan.pairs:
-                pairs = count_pairs(plan.effect, deviation, LEVEL / arms)
+                pairs = count_pairs(plan.effect, deviation, LEVEL / arms, degrees=judgment.pairs - 1)
                 text += f"; a new verdict on fresh seeds would take {pairs} pairs for an effect of {plan.effect:g}"
             if judgment.look < judgment.pairs:
                 mean = statistics.fmean(differences)

@@ -96,19 +96,24 @@ def _rank_value(value: Any) -> tuple[bool, float]:
     return value is not None, float(value) if isinstance(value, int | float) else 0.0
 
 
-def estimate_noise(tuned: Tuned, baseline: str) -> float:
-    """Return the largest standard deviation, over the arms, of a pair's difference between tuning seeds.
+def estimate_noise(tuned: Tuned, baseline: str) -> tuple[float, float]:
+    """Return the standard deviation of a pair's difference between tuning seeds, and its degrees of freedom.
 
-    An arm's best half of points is paired with the baseline's, rank by rank, and their variances are averaged.
+    An arm's best half of points is paired with the baseline's, rank by rank. The variances of all arms are averaged.
+    Variances of two arms share the baseline's runs, and those of two points share seeds. Both count as a correlation of
+    1/4, that of squares of numbers with a correlation of 1/2.
     """
     best = {arm: _select_best_half(points) for arm, points in tuned.items()}
-    deviations = []
+    variances = []
     for arm, scores in best.items():
         if arm != baseline:
             count = min(len(scores), len(best[baseline]))
             differences = scores[:count] - best[baseline][:count]
-            deviations.append(math.sqrt(float(np.mean(np.var(differences, axis=1, ddof=1)))))
-    return max(deviations)
+            variances.append(np.var(differences, axis=1, ddof=1))
+    num_points = statistics.fmean(map(len, variances))
+    effective = (n / (1 + (n - 1) / 4) for n in (len(variances), num_points))
+    degrees = (best[baseline].shape[1] - 1) * math.prod(effective)
+    return math.sqrt(float(np.mean([np.mean(values) for values in variances]))), degrees
 
 
 def _select_best_half(points: list[tuple[Values, list[float]]]) -> np.ndarray:

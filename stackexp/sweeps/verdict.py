@@ -37,7 +37,7 @@ PLAN = "verdict.json"
 class Plan:
     """Decisions made before the first pair: the values of each arm, the number of pairs and the effect.
 
-    `deviation` is the largest standard deviation of paired differences between tuning seeds; None if not measured.
+    `deviation` is the standard deviation of paired differences between tuning seeds; None if not measured.
     `speeds` are the tokens per second of each arm that its steps follow from; None for equal tokens. `runs` is the
     first run of each arm, whose name has the hash of its config; plans of earlier versions have none.
     """
@@ -306,11 +306,12 @@ class Verdict:
             speeds = measure_speeds(self._list_tuning_runs(values))
             self._equalize_time(values, speeds)
         is_noise_known = config.tuning is not None and len(config.tuning.seeds) > 1
-        deviation = estimate_noise(tuned, self.baseline) if is_noise_known else None
+        deviation, degrees = estimate_noise(tuned, self.baseline) if is_noise_known else (None, math.inf)
         pairs = config.pairs
         if pairs is None:
             assert deviation is not None
-            pairs = min(config.max_pairs, count_pairs(config.effect, deviation, LEVEL / (len(self.arms) - 1)))
+            level = LEVEL / (len(self.arms) - 1)
+            pairs = min(config.max_pairs, count_pairs(config.effect, deviation, level, degrees=degrees))
         return self._build_plan(values, pairs, deviation, speeds)
 
     def _list_tuning_runs(self, values: dict[str, Values]) -> dict[str, list[RunFolder]]:
