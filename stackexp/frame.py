@@ -12,7 +12,7 @@ platform                     device and torch version of the first session
 <key of an option>           each option in config.yaml, such as seed and model.hidden_size; None for null
 <key of result.json>         such as parameters, memory_parameters, score_41_500, seconds (of all sessions; in results
                              of earlier versions, of the last one)
-val/<set>/<score>            loss, perplexity and bits_per_byte of the final weights on a set
+val/<set>/<score>            loss, perplexity and bits_per_byte of the final weights on a set, and its scored tokens
 val/average/<score>          their means over the sets of the run
 bigrams/<set>/<score>        loss and perplexity of bigram counts of the training tokens, bigrams/average included
 ema/<set>/<score>            as val/, of the moving average of the weights, ema/average included
@@ -52,8 +52,9 @@ OLMO_GROUPS = ("v2/", "v3/")
 SCORES = ("loss", "perplexity", "bits_per_byte")
 RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
 DATE = r"(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])"
-TRIAL_NAME = re.compile(rf"(.*?)(?:-?\b(?:shuffle_)?seed=\d+)*-(?!{DATE}$)[0-9a-f]{{8}}")
+TRIAL_NAME = re.compile(rf"(.*)-(?!{DATE}$)[0-9a-f]{{8}}")
 """The name of a trial ends in a hash; one in 50,000 looks like a date and is not removed."""
+SEED = re.compile(r"(?:^|-)(?:shuffle_)?seed=\d+(?=-|$)")
 SCORE_KINDS = ("val/", "bigrams/", "ema/")
 SCORE_COLUMN = re.compile(r"(val|bigrams|ema)/(.+)/([a-z_]+)")
 
@@ -151,7 +152,7 @@ def name_arm(path: Path) -> str:
     trial = TRIAL_NAME.fullmatch(path.name)
     if RUN_ID.fullmatch(path.name):
         return path.parent.name
-    return (trial[1] or path.parent.name) if trial else path.name
+    return (SEED.sub("", trial[1]).strip("-") or path.parent.name) if trial else path.name
 
 
 def name_runs(paths: Sequence[Path]) -> list[str]:
@@ -286,6 +287,7 @@ def _read_result(folder: RunFolder, row: Row) -> Row:
     named = {name: scores for name, scores in sets.items() if not name.startswith(OLMO_GROUPS)} or sets
     average = average or {key: _average(named, key) for key in SCORES}
     columns = _list_scores("val", sets | {"average": average})
+    columns |= {f"val/{name}/tokens": scores["tokens"] for name, scores in sets.items() if scores.get("tokens")}
     for name, scores in (("bigrams", bigrams), ("ema", ema)):
         columns |= _list_scores(name, scores.get("sets", {}) | {"average": scores.get("average", {})})
     used = ("version", "sets", "groups", "steps", *(key for key in row if key != "tokens"))
@@ -303,7 +305,7 @@ def _merge_sets(folder: RunFolder, row: Row, result: dict[str, Any]) -> dict[str
     """Return the scores of the final weights by set.
 
     Sets of a later validation, except V2 and V3, are included only if the run itself has none, because they would
-    change its average. Sets without a finite loss are left out; the run has diverged.
+    change its average. A set without a finite loss keeps its number of tokens; the run has diverged.
     """
     own = result.get("sets", {})
     later: dict[str, dict[str, Any]] = {}
@@ -314,7 +316,8 @@ def _merge_sets(folder: RunFolder, row: Row, result: dict[str, Any]) -> dict[str
     if any(not name.startswith(OLMO_GROUPS) for name in own):
         later = {name: scores for name, scores in later.items() if name.startswith(OLMO_GROUPS)}
     sets = later | own
-    return {name: scores for name, scores in sets.items() if math.isfinite(scores.get("loss") or math.nan)}
+    is_finite = {name: math.isfinite(scores.get("loss") or math.nan) for name, scores in sets.items()}
+    return {name: scores if is_finite[name] else {"tokens": scores.get("tokens")} for name, scores in sets.items()}
 
 
 def _average(sets: Mapping[str, Mapping[str, Any]], key: str) -> float | None:

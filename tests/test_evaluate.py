@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -21,12 +22,13 @@ from torch.nn import functional as F
 
 from stackexp.cli import main
 from stackexp.config import compose
+from stackexp.errors import RunError
 from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.request import EvaluationRequest, PartialResults, compute_keys
 from stackexp.files import read_json, read_json_lines
 from stackexp.models import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.runs import RunFolder
+from stackexp.runs import RunFolder, write_manifest
 from stackexp.training.processes import Processes
 
 CHUNK, VOCAB = 32, 300
@@ -268,6 +270,19 @@ def test_a_signal_stops_an_evaluation_between_two_batches(
     assert main(["validate", "--run", str(fitted.path), "--sets", f"g={many_sets}", "--out", str(out)]) == code
     assert capsys.readouterr().err.endswith("; rerun the command to score the remaining sets\n")
     assert len(read_lines(out.with_suffix(".partial.jsonl"))) == 1
+
+
+def test_a_checkpoint_without_its_run_requires_the_tokenizer_of_its_training(fitted, tmp_path):
+    config = compose.load_config(fitted.config)
+    checkpoint = fitted.newest_checkpoint()
+    request = EvaluationRequest("validate", config, None, str(checkpoint), ())
+    data = open_data(request, checkpoint)
+    other = tmp_path / "00000012"
+    shutil.copytree(checkpoint, other)
+    write_manifest(other, 12, "0" * 64)
+    with pytest.raises(RunError, match=r"trained with another tokenizer than that of data\.path; give --run"):
+        open_data(request, other)
+    assert data.tokenizer is not None
 
 
 def test_a_killed_evaluation_resumes_after_the_scored_sets(fitted, many_sets, tmp_path):

@@ -161,6 +161,8 @@ def test_arms_are_named_after_the_trial_or_the_config():
         "runs/ablation/normalized-identity-seed=1-06471341": "normalized-identity",
         "runs/grid/H=2-d_s=4-seed=0-06471341": "H=2-d_s=4",
         "runs/grid/seed=0-06471341": "grid",
+        "runs/grid/seed=0-lr=0.001-06471341": "lr=0.001",
+        "runs/grid/H=2-seed=10-lr=0.001-06471341": "H=2-lr=0.001",
         "runs/noise/wide-seed=0-shuffle_seed=1-06471341": "wide",
         "runs/mine": "mine",
         "runs/exp-20261123": "exp-20261123",

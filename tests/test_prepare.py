@@ -249,6 +249,21 @@ def test_strict_stops_at_the_first_bad_line(bad_source, tmp_path):
     (tmp_path / "lenient" / "corpus.json").unlink()
     with pytest.raises(RunError, match=first):
         prepare_set(bad_source, tmp_path / "lenient", context_length=16, strict=True, unit_bytes=1)
+    prepare_set(bad_source, tmp_path / "lenient", context_length=16, unit_bytes=1)
+    with pytest.raises(RunError, match="bad lines were left out"):
+        prepare_set(bad_source, tmp_path / "lenient", context_length=16, strict=True, unit_bytes=1)
+
+
+def test_a_link_to_another_source_is_not_read_twice(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "latest.txt").symlink_to("a.txt")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/b.txt").write_text("two")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "c.txt").symlink_to(tmp_path / "elsewhere/b.txt")
+    assert [found.name for found in find_sources(tmp_path)] == ["a.txt", "elsewhere/b.txt"]
+    assert [found.name for found in find_sources(source)] == ["c.txt"]
 
 
 def flip_middle_byte(data: bytes) -> bytes:

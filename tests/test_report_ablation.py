@@ -173,7 +173,7 @@ def test_diverged_runs_have_no_losses(runs):
     report = build_ablation([runs])
     row = read_table(report, 0)["stacktrans"]
     assert (row["training loss"], row["average"]) == ("4.000", "4.000")
-    (note,) = [note for note in report.notes if note.startswith("2 runs without a finite loss, not in the means: ")]
+    (note,) = [note for note in report.notes if note.startswith("2 runs without a finite loss in training")]
     assert note.count("stacktrans-seed=") == 2
     assert set(read_table(report, 1)["stacktrans"].values()) >= {"3", ABSENT}, "no difference without all seeds"
 
@@ -396,6 +396,24 @@ def test_means_and_differences_are_over_the_same_sets(tmp_path):
     note = "2 runs scored on some sets only, not in the mean of V2: queue (seed 1), transformer (seed 1)"
     assert note in report.notes
     assert "V2" not in report.tables[1].header
+
+
+def test_other_parts_of_a_set_and_diverged_sets_are_not_compared(runs):
+    for path in runs.iterdir():
+        is_part = path.name.startswith("stacktrans")
+        sets = {"a": {"loss": 2.0, "perplexity": 8.0, "tokens": 100 if is_part else 5000}}
+        if path.name.startswith("value_skip"):
+            sets["b"] = {"loss": None, "perplexity": None, "tokens": 70}
+        finish(path, 3.0, sets=sets)
+    report = build_ablation([runs])
+    rows = read_table(report, 0)
+    assert rows["stacktrans"]["average"] == rows["transformer"]["average"] == "2.000 / 8.00"
+    assert rows["value_skip"]["average"] == ABSENT, "the other set would hide that it diverged"
+    assert "average" not in report.tables[1].header
+    reason = "scored on other sets, or other parts of them, than transformer: not compared in average"
+    assert any(reason in note and "stacktrans (seeds 0, 1, 2)" in note for note in report.notes), report.notes
+    (note,) = [note for note in report.notes if "without a finite loss in training or on a set" in note]
+    assert note.startswith("3 runs")
 
 
 @pytest.mark.parametrize("counts", [[[10.0] * 59] * 2, [[10.0] * 60, [10.0] * 61]])

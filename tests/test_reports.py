@@ -13,9 +13,9 @@ from stackexp.errors import RunError
 from stackexp.evaluation.scores import format_scores
 from stackexp.files import append_json_line
 from stackexp.frame import name_runs, read_rows, read_run
-from stackexp.reports.arms import check_same_data
 from stackexp.reports.compare import build_comparison, draw_losses
 from stackexp.reports.report import format_report, save_figure
+from stackexp.reports.training_data import check_same_data
 from stackexp.runs import RunFolder
 from stackexp.tables import RULE, format_table
 

@@ -189,6 +189,10 @@ def test_raw_ids_of_more_than_two_bytes_require_their_type(tmp_path, dtype, caps
     assert "a.npy: its ids seem to have 4 bytes" in capsys.readouterr().err
     assert main([*command, "--dtype", dtype]) == 0
     assert read_ids(tmp_path / "to" / "a.npy") == encode(NEW, DOCUMENTS).tolist()
+    assert main([*command, "--dtype", dtype]) == 0
+    assert "already converted" in capsys.readouterr().err
+    assert main([*command, "--dtype", "uint16"]) == 0
+    assert "already converted" not in capsys.readouterr().err, "other ids"
 
 
 # Folders and the command line

@@ -77,6 +77,8 @@ def save_array(array):
         (b"\x93NUMPY nonsense", "cannot be read"),
         (save_array(np.zeros((4, 3), np.uint16).T), r"uint16 \[3, 4\] in Fortran order; write it as a 1-d array"),
         (save_array(np.zeros(3)), "expected token ids, found float64"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64, "text, .* run `git lfs pull`"),
+        (b"<html><body>404: the file was not found on this server</body></html>", "contains text, not token ids"),
     ],
 )
 def test_the_error_names_a_broken_file(tmp_path, content, message):
@@ -344,6 +346,9 @@ def test_other_readers_of_token_files_read_megatron(tokenizer, ids, tmp_path, ca
     assert np.array_equal(TokenFile(tmp_path / "to" / name).tokens, ids)
     prepare_set(folder, tmp_path / "set", tokenizer=tokenizer)
     assert "not read" not in capsys.readouterr().err, "the index is not a source that was skipped"
+    (folder / index).rename(folder / "elsewhere")
+    with pytest.raises(RunError, match="other"):
+        prepare_set(folder, tmp_path / "set", tokenizer=tokenizer)
 
 
 def test_file_without_end_of_text_is_one_document_with_a_warning(tokenizer, tmp_path, capsys):

@@ -4,7 +4,6 @@ The files are small, so a broken download starts over. No library is used, becau
 huggingface_hub neither compare the length of a file without a known hash nor retry a connection that closes early.
 """
 
-import codecs
 import http.client
 import shutil
 import ssl
@@ -23,6 +22,7 @@ from stackexp.data.token_files import (
     FileRecord,
     TokenFile,
     count_token,
+    decode_text,
     find_end_of_text,
     publish,
     read_record,
@@ -143,7 +143,7 @@ def check_ids(path: Path, source: str) -> FileRecord:
     """Check every id of a raw OLMo file and return its record. Raises RunError for any other file, naming `source`."""
     with open(path, "rb") as raw:
         begin = raw.read(256)
-    if text := _decode_page(begin):
+    if text := decode_text(begin):
         raise RunError(f"{source}: contains text, not token ids; it begins: {text}; check the URL or the mirror")
     if begin.startswith(NPY_MAGIC):
         raise RunError(
@@ -163,15 +163,6 @@ def check_ids(path: Path, source: str) -> FileRecord:
         end_of_text=end_of_text,
         documents=None if end_of_text is None else count_token(file.tokens, end_of_text),
     )
-
-
-def _decode_page(begin: bytes) -> str:
-    """Return the first words of a text page (HTML, XML, an error message); "" for token ids."""
-    try:
-        words = codecs.getincrementaldecoder("utf-8")().decode(begin).split()  # accepts a character cut off at the end
-    except UnicodeDecodeError:
-        return ""
-    return " ".join(words)[:60] if "".join(words).isprintable() else ""
 
 
 def download(url: str, path: Path, bar: tqdm) -> None:

@@ -18,8 +18,8 @@ from pathlib import Path
 from stackexp.data.packing import Packing
 from stackexp.data.readers import ALL_TEXT, Columns, Piece, check_columns, read_pieces
 from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet
-from stackexp.data.sources import TOKEN_SUFFIXES, Source, find_sources, walk
-from stackexp.data.token_files import TokenFile, find_megatron_index
+from stackexp.data.sources import TOKEN_SUFFIXES, Source, find_megatron_index, find_sources, walk
+from stackexp.data.token_files import TokenFile
 from stackexp.data.tokenizer import (
     KnownTokenizer,
     compute_fingerprint,
@@ -176,7 +176,7 @@ def prepare(
             with hold_lock(folder / ".plan.lock", f"the start of {folder}"):  # parts may run at the same time
                 _record_plan(record, folder)
                 if (folder / "corpus.json").exists():
-                    return None if is_part else _load_finished(folder)
+                    return None if is_part else _load_finished(folder, strict)
                 tokenizer = _write_tokenizer(plan, folder)
             names = [name_unit(unit) for unit in plan.units]
             if not is_part:
@@ -207,13 +207,19 @@ def _report_skipped(source: Path, sources: list[Source]) -> None:
         print(f"files not read: {len(skipped)} with other suffixes ({suffixes}), such as {skipped[0]}", file=sys.stderr)
 
 
-def _load_finished(folder: Path) -> Corpus:
-    """Return the finished set. Raises RunError if a file is missing or cut short; training verifies the hashes."""
+def _load_finished(folder: Path, strict: bool = False) -> Corpus:
+    """Return the finished set. Raises RunError if a file is missing or cut short; training verifies the hashes.
+
+    With `strict`, also raises RunError if lines were left out.
+    """
     try:
-        return TokenSet(folder).corpus
+        corpus = TokenSet(folder).corpus
     except RunError as error:
         remedy = f"delete the unit folder of that file and {folder}/corpus.json, and run the same command again"
         raise RunError(f"{folder}: damaged ({str(error).partition(';')[0]}); {remedy}") from error
+    if strict and corpus.bad_lines:
+        raise RunError(f"{folder}: {corpus.bad_lines} bad lines were left out, see bad_lines.log; correct the source")
+    return corpus
 
 
 def _write_tokenizer(plan: Preparation, folder: Path) -> Path:

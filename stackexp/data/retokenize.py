@@ -1,5 +1,6 @@
 """Convert token files to another tokenizer: decode them to documents, then tokenize these like text."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,6 +118,7 @@ class Retokenizer:
             "source_tokenizer": self.old.fingerprint,
             "source_sha256": compute_sha256(file.path),
             "source_end_of_text": end,
+            "source_layout": _describe_layout(file),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         if (record := _find_complete(path, origin)) is not None:
@@ -161,6 +163,14 @@ class Retokenizer:
                     f"note: id {end} ends the documents of {names}, but is also the token {text!r}, which therefore "
                     "ends a document too; to use another id, set --end-of-text"
                 )
+
+
+def _describe_layout(file: TokenFile) -> str | None:
+    """Return the type of the ids and a hash of the ends of documents; None for a raw file of uint16."""
+    if file.document_ends is None and file.tokens.dtype == np.uint16:
+        return None
+    ends = b"" if file.document_ends is None else np.ascontiguousarray(file.document_ends).tobytes()
+    return f"{file.tokens.dtype.str} {hashlib.sha256(ends).hexdigest()[:16]}"
 
 
 def _find_complete(path: Path, origin: dict[str, Any]) -> FileRecord | None:

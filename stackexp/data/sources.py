@@ -34,8 +34,10 @@ class Source:
 
     @property
     def record(self) -> list:
-        """Return the name, size and modification time, which change when the file changes."""
-        return [self.name, self.size, self.modified]
+        """Return the name, size and modification time, which change when the file changes; also of Megatron's index."""
+        index = find_megatron_index(Path(self.path)) if self.has_tokens else None
+        stats = [index.stat()] if index else []
+        return [self.name, self.size, self.modified, *(x for stat in stats for x in (stat.st_size, stat.st_mtime_ns))]
 
     @property
     def has_tokens(self) -> bool:
@@ -66,6 +68,8 @@ def find_sources(source: Path) -> list[Source]:
         paths = [source] if source.is_file() else list(walk(source))
         paths.sort(key=lambda path: path.relative_to(base).as_posix())
         known = [path for path in paths if path.name.lower().endswith(KNOWN_SUFFIXES)]
+        files = {path.resolve() for path in known if not path.is_symlink()}  # a link to one of them would be read twice
+        known = [path for path in known if not (path.is_symlink() and path.resolve() in files)]
         if not known and not paths and source.is_dir() and any(source.rglob("corpus.json")):
             raise RunError(f"{source}: contains only prepared sets; give the files from which they were prepared")
         if not known:
@@ -106,3 +110,9 @@ def walk(folder: Path) -> Iterator[Path]:
 
 def _raise(error: OSError) -> None:
     raise error
+
+
+def find_megatron_index(path: Path) -> Path | None:
+    """Return the .idx next to a .bin, both in lower or upper case, or None."""
+    indexes = [path.with_suffix(suffix) for suffix in (".idx", ".IDX") if path.suffix.lower() == ".bin"]
+    return next(filter(Path.is_file, indexes), None)

@@ -6,6 +6,7 @@ A file that stackexp wrote or fetched has a record next to it, `<file>.json`. Th
 presence means that the file is complete and was checked.
 """
 
+import codecs
 import glob
 import hashlib
 import io
@@ -20,6 +21,7 @@ import numpy as np
 
 from stackexp.data.olmo import END_OF_TEXT, TWO_SPACES
 from stackexp.data.shards import choose_token_dtype
+from stackexp.data.sources import find_megatron_index
 from stackexp.errors import RunError
 from stackexp.files import build_record, compute_sha256, read_json, sync_file, write_json
 
@@ -30,6 +32,8 @@ BLOCK_TOKENS = 1 << 20
 # llm.c writes 256 int32 (magic number, version, number of ids, ...), then the ids.
 LLM_C_TYPES = {20240520: "<u2", 20240801: "<u4"}
 LLM_C_HEADER_BYTES = 1024
+MIN_TEXT_BYTES = 64
+"""A file without a header that begins with as many bytes of text is not read as token ids."""
 # Megatron writes NAME.bin with raw ids, and NAME.idx: this magic, version, type, numbers of sequences and of document
 # bounds, then the lengths of the sequences (int32), their addresses (int64), and the document bounds in sequences.
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
@@ -51,6 +55,7 @@ class FileRecord:
     source_sha256: str | None = None  # the file from which it was retokenized
     source_tokenizer: str | None = None  # fingerprint of the tokenizer that decoded that file
     source_end_of_text: int | None = None
+    source_layout: str | None = None  # type of its ids and a hash of its index; None for raw ids of 2 bytes
     end_of_text: int | None = None  # the id that ends a document
     documents: int | None = None
     text_bytes: int | None = None  # UTF-8 size of the encoded text
@@ -112,7 +117,8 @@ class TokenFile:
         if not size:
             raise RunError(f"{self.name}: empty; {REMEDY}")
         with open(self.path, "rb") as file:
-            begin = file.read(12)
+            head = file.read(256)
+        begin = head[:12]
         if begin.startswith(NPY_MAGIC):
             return self._map_npy()
         if len(begin) == 12 and (header := np.frombuffer(begin, "<i4"))[0] in LLM_C_TYPES:
@@ -123,6 +129,9 @@ class TokenFile:
         if index := find_megatron_index(self.path):
             kind, self.document_ends = read_megatron_index(index, self.path, size)
             return np.memmap(self.path, kind, "r")
+        if self.record is None and len(head) >= MIN_TEXT_BYTES and (text := decode_text(head)):
+            hint = "; run `git lfs pull`" if text.startswith("version https://git-lfs") else ""
+            raise RunError(f"{self.name}: contains text, not token ids; it begins: {text}{hint}")
         is_unknown = self.record is None and dtype is None
         if is_unknown and (vocab_size or 0) > 1 << 16:
             raise RunError(f"{self.name}: raw ids of a vocabulary of {vocab_size:,}, of unknown type; {TYPE_REMEDY}")
@@ -177,10 +186,13 @@ class TokenFile:
         return np.insert(ids, ends[ids[ends - 1] != end], end)
 
 
-def find_megatron_index(path: Path) -> Path | None:
-    """Return the .idx next to a .bin, both in lower or upper case, or None."""
-    indexes = [path.with_suffix(suffix) for suffix in (".idx", ".IDX") if path.suffix.lower() == ".bin"]
-    return next(filter(Path.is_file, indexes), None)
+def decode_text(begin: bytes) -> str:
+    """Return the first words of a text (a page, an error message, a pointer of Git LFS); "" for token ids."""
+    try:
+        words = codecs.getincrementaldecoder("utf-8")().decode(begin).split()  # accepts a character cut off at the end
+    except UnicodeDecodeError:
+        return ""
+    return " ".join(words)[:60] if "".join(words).isprintable() else ""
 
 
 def read_megatron_index(path: Path, tokens: Path, size: int) -> tuple[np.dtype, np.ndarray]:

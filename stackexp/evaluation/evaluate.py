@@ -1,8 +1,11 @@
 """Score a checkpoint on every named set, for `validate` and `test`."""
 
 import contextlib
+import hashlib
 import sys
 from pathlib import Path
+
+from tokenizers import Tokenizer
 
 from stackexp.config import registry
 from stackexp.datamodules.base import ExperimentData
@@ -10,6 +13,7 @@ from stackexp.errors import RunError, StoppedError
 from stackexp.evaluation.request import EvaluationRequest, ResumableEvaluation
 from stackexp.models import checkpoints
 from stackexp.models.warm_start import warn_about_options
+from stackexp.runs import read_manifest
 from stackexp.terminal import set_up_log
 from stackexp.training.callbacks.steps import StepRequests
 from stackexp.training.objectives import Objective, build_objective
@@ -51,7 +55,11 @@ def evaluate(request: EvaluationRequest) -> None:
 
 
 def open_data(request: EvaluationRequest, checkpoint: Path | None = None) -> ExperimentData:
-    """Open the requested sets. Raises RunError if there are none, or the run's tokenizer has changed."""
+    """Open the requested sets.
+
+    Raises RunError if there are none, if the run's tokenizer has changed, or if a checkpoint without its run was
+    trained with another tokenizer than that of the data.
+    """
     data = registry.build("data", request.config.data, seed=request.config.seed)
     if request.run:
         data.tokenizer_file = request.run.find_tokenizer(checkpoint)
@@ -62,7 +70,19 @@ def open_data(request: EvaluationRequest, checkpoint: Path | None = None) -> Exp
         raise RunError(f"{section}: no sets to {request.stage} on; name some in the config, or with --sets")
     data.prepare_data()
     data.setup(request.stage)
+    if request.run is None and checkpoint is not None and data.tokenizer is not None:
+        _check_tokenizer(checkpoint, data.tokenizer)
     return data
+
+
+def _check_tokenizer(checkpoint: Path, tokenizer: Tokenizer) -> None:
+    folder = checkpoint.parent if checkpoint.name == checkpoints.EMA else checkpoint
+    recorded = read_manifest(folder)["tokenizer"] if folder.is_dir() else None
+    if recorded and recorded != hashlib.sha256(tokenizer.to_str(pretty=True).encode()).hexdigest():
+        raise RunError(
+            f"{checkpoint}: trained with another tokenizer than that of data.path; give --run, or data.path of its "
+            "training data"
+        )
 
 
 def _find_checkpoint(request: EvaluationRequest, objective: Objective) -> Path:

@@ -86,18 +86,19 @@ def read_chunk_losses(run: Path, name: str, loss: float) -> np.ndarray | None:
 # Bigram counts
 
 
-def score_bigrams(config: ExperimentConfig, data: Any) -> dict[str, Scores]:
+def score_bigrams(config: ExperimentConfig, data: Any, steps: int) -> dict[str, Scores]:
     """Return loss and perplexity of the data module's validation sets under bigram counts of the training tokens.
 
-    Reads the run's training batches again. Returns {} for runs on more than MAX_BIGRAM_TOKENS tokens.
+    Reads the batches of the first `steps` again. Returns {} for runs on more than MAX_BIGRAM_TOKENS tokens.
     """
-    if config.total_tokens > MAX_BIGRAM_TOKENS:
+    total_tokens = steps * config.data.global_batch_tokens
+    if total_tokens > MAX_BIGRAM_TOKENS:
         return {}
     trainer = data.trainer
     try:
         data.trainer = SimpleNamespace(global_rank=0, world_size=1, num_devices=1, global_step=0)  # all a loader reads
         epochs = itertools.chain.from_iterable(itertools.repeat(data.train_dataloader()))
-        num_batches = config.total_tokens // (config.micro_batch_size * config.data.context_length)
+        num_batches = total_tokens // (config.micro_batch_size * config.data.context_length)
         batches = (batch["tokens"].numpy() for batch in itertools.islice(epochs, num_batches))
         model = BigramModel(batches, config.data.vocab_size)
     finally:

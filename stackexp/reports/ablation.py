@@ -31,8 +31,8 @@ from stackexp.reports.arms import (
     group_bigrams,
     list_paths,
     list_seeds,
+    list_sets,
     load_arms,
-    name_sets,
     rank_arm,
     read_losses,
     select_finished,
@@ -193,8 +193,8 @@ def _assign_variants(arms: Arms) -> dict[str, str]:
 
 def _find_partial_columns(rows: Sequence[Row]) -> dict[int, list[str]]:
     """Return the columns in which runs lack sets that other runs of the arm have: {index of the run: columns}."""
-    names = {c: frozenset().union(*(name_sets(row, c) for row in rows)) for c in COLUMNS}
-    return {i: [c for c in COLUMNS if name_sets(row, c) != names[c]] for i, row in enumerate(rows)}
+    names = {c: frozenset().union(*(list_sets(row, c) for row in rows)) for c in COLUMNS}
+    return {i: [c for c in COLUMNS if list_sets(row, c) != names[c]] for i, row in enumerate(rows)}
 
 
 def _average_runs(rows: Sequence[Row]) -> Losses:
@@ -277,23 +277,28 @@ def _describe_incomplete(arms: Arms) -> list[str]:
         for arm, rows in arms.items()
         for i, columns in _find_partial_columns(rows).items()
         for column in columns
-        if name_sets(rows[i], column)
+        if list_sets(rows[i], column)
     ]
     rows = [row for arm in arms for row in arms[arm]]
-    diverged = list_paths("without a finite loss, not in the means", [row for row in rows if not read_losses(row)])
+    has_diverged = [
+        row for row in rows if not read_losses(row) or any("loss" not in s for s in get_scores(row).values())
+    ]
+    diverged = list_paths("without a finite loss in training or on a set, not in that mean", has_diverged)
     unknown = [arms[arm][0] for arm in arms if compute_flops(arms[arm][0]) is None]
     command = "`python -m stackexp configs show RUN/config.yaml` says why"
     return [*list_seeds(partial), *diverged, *list_paths(f"without FLOPs per token, {command}", unknown)]
 
 
 def _describe_missing(rows: Sequence[Row]) -> list[str]:
-    """Return a note with the finished runs that have no score on a set of V2 or V3."""
+    """Return notes with the finished runs that lack some or all sets of V2 or V3."""
     names = {f"{group}/{name}" for group, members in NAMES.items() for name in members}
-    unscored = [row for row in rows if not names <= get_scores(row).keys()]
-    reason = "without V2 and V3, `python -m stackexp validate --run RUN --sets v2,v3` scores them"
+    remedy = "`python -m stackexp validate --run RUN --sets v2,v3` scores them"
+    unscored = [row for row in rows if not names & get_scores(row).keys()]
+    partial = [row for row in rows if row not in unscored and not names <= get_scores(row).keys()]
+    notes = list_paths(f"with some sets of V2 and V3 only, unlike the paper's columns, {remedy}", partial)
     if len(unscored) == len(rows) > 1:
-        return [f"all {count_runs(len(rows))} {reason}"]
-    return list_paths(reason, unscored)
+        return [f"all {count_runs(len(rows))} without V2 and V3, {remedy}", *notes]
+    return [*list_paths(f"without V2 and V3, {remedy}", unscored), *notes]
 
 
 def _build_records(

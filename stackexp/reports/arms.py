@@ -17,28 +17,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stackexp.config.affects import find_changed_keys, get_value, select_options
+from stackexp.config.affects import find_changed_keys, get_value
 from stackexp.config.compose import load_config
-from stackexp.data import hash_log
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.scores import read_chunk_losses
-from stackexp.frame import OLMO_GROUPS, Row, get_options, get_scores, read_rows
+from stackexp.frame import OLMO_GROUPS, RUN_ID, Row, get_options, get_scores, read_rows
 from stackexp.modules.scores import (
     Noise,
     SamplingError,
     average_errors,
-    average_groups,
     average_scores,
     estimate_sampling_error,
     split_noise,
 )
+from stackexp.reports.training_data import GENERATED_DATA, explain_other_data, select_data_options
 from stackexp.runs import RunFolder
 from stackexp.sweeps import list_shipped
 from stackexp.sweeps.sweep import COPY
 from stackexp.tables import ABSENT
 
-GENERATED_DATA = ("formal_language", "arithmetic")
-"""The kinds of data that the config alone determines."""
 MAX_NAMED_OPTIONS = 3  # in the name of an arm
 CHOICES = {
     **{"Transformer": "transformer", "StackTrans": "stacktrans", "Queue": "queue", "Push-Only": "push_only"},
@@ -50,6 +47,8 @@ PAPER_STACK = {
     **{"push_norm": "none", "action_input": "head", "action_bias": None, "site": "after_block", "feedback": False},
     "residual_gate": "hidden",
 }
+PLACES = ("data.path", "data.remote")
+"""Where a corpus is. Two places may hold the same corpus."""
 SIZES = ("model.hidden_size", "model.intermediate_size", "model.num_heads", "model.num_kv_heads", "model.num_layers")
 TRAINING, OTHER = "training loss", "average"
 COLUMNS = (TRAINING, "V2", "V3", OTHER)
@@ -63,7 +62,7 @@ def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple
     """Return the arms of all language-model runs at or below `paths`, sorted, and notes on damaged or unfinished ones.
 
     `with_generated_data` includes runs on formal languages and arithmetic. Of several finished runs with the same seed,
-    the last one counts, sorted by path. Raises RunError if there are no runs.
+    the one with the latest id counts, or without ids the last one, sorted by path. Raises RunError without runs.
     """
     rows = read_rows(paths)
     rows = [row for row in rows if with_generated_data or row.get("data.kind") not in GENERATED_DATA]
@@ -78,9 +77,14 @@ def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple
     replaced: list[Row] = []
     for label, members in sorted(groups.items()):
         for name, group in zip(_separate_names(label, members), members, strict=True):
+            group.sort(key=_read_id)
             latest = {row["seed"]: row for row in group if is_finished(row)}
             replaced += [row for row in group if is_finished(row) and row is not latest[row["seed"]]]
             arms[name] = [*latest.values(), *(row for row in group if not is_finished(row))]
+            if len(places := {str(row.get(key)) for row in group for key in PLACES if row.get(key)}) > 1:
+                notes.append(
+                    f"{name}: runs on {', '.join(sorted(places))}; their mean mixes corpora unless these hold the same"
+                )
     if not arms:
         found = "; ".join(notes) or "no run folders of language models"
         raise RunError(f"{', '.join(map(str, paths))}: {found}; give run folders or folders of them")
@@ -89,6 +93,12 @@ def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple
     for state, reason in (("running", "running now"), ("unfinished", unfinished)):
         notes += list_paths(reason, [row for row in rows if row["state"] == state])
     return arms, notes
+
+
+def _read_id(row: Row) -> str:
+    """Return the id of a run, which begins with the time of its start; empty for trials of sweeps."""
+    name = Path(row["path"]).name
+    return name if RUN_ID.fullmatch(name) else ""
 
 
 def is_finished(row: Row) -> bool:
@@ -188,18 +198,25 @@ def choose_column(measure: str | None, losses: Sequence[Mapping[str, Any]]) -> s
 
 
 def average_sets(sets: dict[str, dict[str, float]]) -> Losses:
-    """Return the averages over V2, over V3 and over the other sets; groups without sets are omitted."""
-    groups = average_groups({name: s for name, s in sets.items() if name.startswith(OLMO_GROUPS)})
-    averages = {group.upper(): scores for group, scores in groups.items()}
-    if others := {name: s for name, s in sets.items() if not name.startswith(OLMO_GROUPS)}:
-        averages[OTHER] = average_scores(others)
+    """Return the averages over V2, over V3 and over the other sets.
+
+    Groups without sets are omitted, and so are those with a set without a loss: the run has diverged.
+    """
+    columns: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    for name, scores in sets.items():
+        columns[name.partition("/")[0].upper() if name.startswith(OLMO_GROUPS) else OTHER][name] = scores
+    complete = {c: members for c, members in columns.items() if all("loss" in scores for scores in members.values())}
+    averages = {column: average_scores(members) for column, members in complete.items()}
     return {column: (scores["loss"], scores.get("perplexity")) for column, scores in averages.items()}
 
 
-def name_sets(row: Row, column: str) -> frozenset[str]:
-    """Return the names of the sets that a column averages; none for the training loss."""
-    groups = {name: name.partition("/")[0].upper() for name in get_scores(row)}
-    return frozenset(name for name, g in groups.items() if (g if g in ("V2", "V3") else OTHER) == column)
+def list_sets(row: Row, column: str) -> frozenset[tuple[str, float | None]]:
+    """Return the name and the scored tokens of each set that a column averages; none for the training loss.
+
+    The tokens differ if only a part of a set was scored, or another file with its name; None in earlier versions.
+    """
+    sets = {name: (name.partition("/")[0].upper(), scores.get("tokens")) for name, scores in get_scores(row).items()}
+    return frozenset((name, size) for name, (g, size) in sets.items() if (g if g in ("V2", "V3") else OTHER) == column)
 
 
 def compute_flops(row: Row) -> float | None:
@@ -232,12 +249,6 @@ def group_bigrams(runs: Iterable[tuple[str, Row]]) -> list[tuple[str, list[Row]]
         ("bigram counts" + f" (data of {name})" * (len(groups) > 1), list(rows.values()))
         for name, rows in groups.values()
     ]
-
-
-def select_data_options(row: Row) -> dict[str, Any]:
-    """Return the options of a run that determine its training data, except the seed."""
-    options = select_options(get_options(row), ["training"])
-    return {key: value for key, value in options.items() if key.startswith("data.")}
 
 
 # Differences
@@ -295,7 +306,7 @@ class Comparison:
     def differences(self) -> dict[str, Difference]:
         """The difference in each column that all pairs have, averaged over the same sets."""
         losses = [(read_losses(run), read_losses(base)) for run, base in self.pairs]
-        sets = {c: {name_sets(run, c) for pair in self.pairs for run in pair} for c in COLUMNS}
+        sets = {c: {list_sets(run, c) for pair in self.pairs for run in pair} for c in COLUMNS}
         columns = [c for c in COLUMNS if len(sets[c]) == 1 and all(c in x and c in y for x, y in losses)]
         return {
             c: compute_difference([ours[c][0] - base[c][0] for ours, base in losses], self._estimate_chunk_error(c))
@@ -315,7 +326,7 @@ class Comparison:
         Empty if chunk losses are missing, or if a set was cut into other chunks for other runs.
         """
         sets, runs = [], [run for pair in self.pairs for run in pair]
-        for name in sorted(name_sets(runs[0], column)):
+        for name in sorted(name for name, _ in list_sets(runs[0], column)):
             chunks = [read_chunk_losses(Path(run["path"]), name, run[f"val/{name}/loss"]) for run in runs]
             known = [losses for losses in chunks if losses is not None]
             if len(known) < len(chunks) or not all(np.array_equal(losses[1], known[0][1]) for losses in known):
@@ -351,6 +362,12 @@ def compare_arms(arm: str, rows: Sequence[Row], base: str, base_rows: Sequence[R
             mismatches.append((f"not paired with {base}: {reason}", arm, run["seed"]))
             continue
         pairs.append((run, other))
+        others = [c for c in COLUMNS if list_sets(run, c) != list_sets(other, c)]
+        if others:
+            reason = (
+                f"scored on other sets, or other parts of them, than {base}: not compared in {' and '.join(others)}"
+            )
+            mismatches.append((reason, arm, run["seed"]))
         ours, theirs = run.get("platform"), other.get("platform")
         if ours and theirs and ours != theirs:
             reason = "started on another device or torch version than the baseline, rounding and weights may differ"
@@ -375,78 +392,6 @@ def _find_other_options(ours: dict[str, Any], theirs: dict[str, Any]) -> list[st
     changed = find_changed_keys(theirs, ours, ["training"])
     others = [key for key in changed if key not in ("seed", *SIZES) and not key.startswith("model.memory")]
     return [f"{key}={get_value(ours, theirs, key)}" for key in others]
-
-
-# Training data
-
-
-class DataRecord(NamedTuple):
-    """The training data of a run: options of a generated dataset, {key: value}, or hashes of batches, {step: hash}."""
-
-    is_generated: bool
-    values: dict[Any, Any]
-
-
-def read_data_record(row: Row) -> DataRecord:
-    """Return the record of a run's training data; empty if it has none. Raises RunError for damage."""
-    if row.get("data.kind") in GENERATED_DATA:
-        return DataRecord(True, {"data.task": row.get("data.task"), "seed": row.get("seed")} | select_data_options(row))
-    path = Path(row["path"])
-    try:
-        return DataRecord(False, hash_log.read_hashes(path))
-    except (KeyError, TypeError) as error:
-        raise RunError(f"{path / hash_log.FILE_NAME}: a line has no {error}; delete the line") from None
-
-
-def compare_data(ours: DataRecord, theirs: DataRecord) -> tuple[str, str]:
-    """Return how two runs' training data differ, and why they were not compared; empty strings if neither applies."""
-    if not ours.values or not theirs.values:
-        return "", f"no training data recorded in {hash_log.FILE_NAME}"
-    if ours.is_generated != theirs.is_generated:
-        return "text is not generated data", ""
-    if ours.is_generated:
-        keys = [*dict.fromkeys([*ours.values, *theirs.values])]
-    else:
-        keys = sorted(ours.values.keys() & theirs.values.keys())
-    for key in keys:
-        if (mine := ours.values.get(key)) != (other := theirs.values.get(key)):
-            return (f"{key} is {mine}, not {other}" if ours.is_generated else f"they differ at step {key}"), ""
-    return "", "" if keys else "they share no recorded step"
-
-
-def check_same_data(rows: Iterable[Row]) -> list[str]:
-    """Raise RunError if two runs were trained on different data, and return notes about runs that were not compared.
-
-    Runs on tokens are compared by the hashes that they recorded of their batches. Formal languages and arithmetic are
-    generated from the config, so those runs are compared by the options of the dataset.
-    """
-    notes: list[str] = []
-    records: dict[str, DataRecord] = {}
-    seeds: dict[str, Any] = {}
-    for row in rows:
-        path, record = row["path"], read_data_record(row)
-        if not record.values:
-            notes.append(f"{path}: its training data are not compared; none recorded yet in {hash_log.FILE_NAME}")
-            continue
-        for other, theirs in records.items():
-            difference, unknown = compare_data(record, theirs)
-            if difference:
-                has_seeds = seeds[other] != row.get("seed") and row.get("data.kind") not in GENERATED_DATA
-                hint = "average seeds with `report ablation`, or " if has_seeds else ""
-                raise RunError(
-                    f"{path}: trained on other data than {other} ({difference}); {hint}compare them anyway with "
-                    "--different-data"
-                )
-            if unknown:
-                notes.append(f"{path}: its training data are not compared with {other}; {unknown}")
-        records[path], seeds[path] = record, row.get("seed")
-    return notes
-
-
-def explain_other_data(base: Row, row: Row) -> str:
-    """Return why the training data of two runs differ or were not compared, or an empty string."""
-    difference, unknown = compare_data(read_data_record(row), read_data_record(base))
-    return f"trained on other data ({difference})" if difference else unknown
 
 
 # Notes

@@ -11,8 +11,9 @@ from typing import Any
 from stackexp.errors import RunError
 from stackexp.frame import Row, get_scores, name_runs, read_rows
 from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
-from stackexp.reports.arms import check_same_data, group_bigrams
+from stackexp.reports.arms import group_bigrams
 from stackexp.reports.report import Report, Table, abbreviate_thousands, new_figure, smooth_losses
+from stackexp.reports.training_data import check_same_data
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT, format_table
 

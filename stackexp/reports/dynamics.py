@@ -15,7 +15,6 @@ from stackexp.reports.arms import (
     compare_arms,
     compute_difference,
     describe_sweep,
-    explain_other_data,
     find_arm,
     find_baseline,
     list_seeds,
@@ -24,6 +23,7 @@ from stackexp.reports.arms import (
 )
 from stackexp.reports.compare import read_curve
 from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table, abbreviate_thousands, new_figure, smooth_losses
+from stackexp.reports.training_data import explain_other_data
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 

@@ -69,7 +69,7 @@ def _build_result(trials: list[Trial], objectives: list[Any]) -> Result:
         "values": _drop_seed(trials[0].values),
         "seeds": len(trials),
         "objective": _compute_spread(objectives),
-        "losses": {title: _compute_spread(values) for title, values in losses.items() if values},
+        "losses": {title: _compute_spread(values) for title, values in losses.items() if len(values) == len(rows)},
         "parameters": rows[0].get("parameters"),
         "memory_parameters": rows[0].get("memory_parameters"),
         "trials": [trial.name for trial in trials],

@@ -18,13 +18,13 @@ from stackexp.reports.arms import (
     Arms,
     Comparison,
     count_runs,
-    explain_other_data,
     find_baseline,
     find_differences,
     read_losses,
     select_finished,
 )
 from stackexp.reports.report import Table
+from stackexp.reports.training_data import explain_other_data
 from stackexp.sequential import LEVEL
 from stackexp.tables import ABSENT
 

@@ -18,21 +18,18 @@ from stackexp.frame import Row, get_options
 from stackexp.modules.scores import NORMAL_QUANTILE, get_t_quantile
 from stackexp.reports.arms import SIZES as MODEL_SIZES
 from stackexp.reports.arms import (
-    DataRecord,
     choose_column,
-    compare_data,
     describe_sweep,
     find_variant,
     list_paths,
     list_seeds,
+    list_sets,
     load_arms,
-    name_sets,
-    read_data_record,
     read_losses,
-    select_data_options,
     select_finished,
 )
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table, new_figure
+from stackexp.reports.training_data import DataRecord, compare_data, read_data_record, select_data_options
 from stackexp.sweeps.schema import format_value, shorten_keys
 from stackexp.tables import ABSENT
 
@@ -224,7 +221,7 @@ def _read_points(
     rows: Sequence[Row], column: str, irreducible: float, by: Mapping[str, str]
 ) -> tuple[list[Point], frozenset[str], list[str]]:
     """Return the points of the finished runs, the sets of their losses, and notes about runs that are left out."""
-    sets = [name_sets(row, column) for row in rows]
+    sets = [list_sets(row, column) for row in rows]
     losses = [read_losses(row).get(column, (math.nan, None))[0] for row in rows]
     if all(map(math.isnan, losses)):
         raise RunError(f"no finished run has a loss in column {column!r}; {REMEDY}")
@@ -256,7 +253,7 @@ def _read_points(
             sizes = (row["parameters"], row["parameters"] - row["memory_parameters"], row["tokens"])
             points.append(Point(name_family(row, by), *sizes, row["seed"], loss, row["arm"], baseline, row["path"]))
     notes = [*list_seeds(skipped), *list_paths("without recorded training data, not compared", unrecorded)]
-    return points, most, notes
+    return points, frozenset(name for name, _ in most), notes
 
 
 def _find_other_data(rows: Sequence[Row]) -> tuple[dict[str, str], list[Row]]:

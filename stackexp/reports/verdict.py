@@ -12,21 +12,12 @@ from stackexp.data import hash_log
 from stackexp.errors import RunError
 from stackexp.frame import Row
 from stackexp.metric_tags import AVERAGED_STEPS, TOKENS_PER_SECOND, TRAIN_LOSS
-from stackexp.reports.arms import (
-    OTHER,
-    TRAINING,
-    DataRecord,
-    compare_arms,
-    compare_data,
-    find_baseline,
-    load_arms,
-    read_losses,
-    select_finished,
-)
+from stackexp.reports.arms import OTHER, TRAINING, compare_arms, find_baseline, load_arms, read_losses, select_finished
 from stackexp.reports.compare import format_loss, read_curve
 from stackexp.reports.interventions import build_interventions
 from stackexp.reports.noise import Grid, build_noise, find_grids, measure_pair_deviation, pool_deviations
 from stackexp.reports.report import PALETTE, Report, Table, new_figure
+from stackexp.reports.training_data import DataRecord, compare_data
 from stackexp.runs import RunFolder
 from stackexp.sequential import (
     LEVEL,

@@ -172,6 +172,25 @@ def test_time_limit_stops_and_minute_interval_saves(tiny, tmp_path, monkeypatch,
     assert saved[-1] == record(run)[-1]["step"]
 
 
+def test_a_training_that_a_callback_stops_records_its_own_steps(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        "import lightning.pytorch as pl",
+        "class Stop(pl.Callback):",
+        "    def on_train_batch_end(self, trainer, *_):",
+    ]
+    Path("early.py").write_text("\n".join([*lines, "        trainer.should_stop |= trainer.global_step >= 5"]))
+    assert (
+        main(["fit", "--config", str(tiny), "logging.progress_bar=false", "trainer.callbacks=['early.py:Stop']"]) == 0
+    )
+    run = only_run(tmp_path / "runs")
+    result = run.read_result()
+    assert (result.steps, len(losses(run))) == (5, 5)
+    assert result.tokens == record(run)[-1]["tokens"]
+    assert main(["runs", "list"]) == 0
+    assert "5/12" in capsys.readouterr().out
+
+
 def test_backward_clock_loses_no_data(tiny, tmp_path, monkeypatch):
     fit = ["fit", "--config", str(tiny), "logging.progress_bar=false"]
     assert main([*fit, "trainer.max_time=00:00:00:00"]) == 75, "stops after the first step"

@@ -149,7 +149,7 @@ class Objective(ABC):
         if not losses:
             raise RunError(f"{session.folder.metrics}: deleted or emptied during the run; start a new run")
         final = RunResult(
-            steps=self.config.trainer.max_steps,
+            steps=session.trainer.global_step,  # fewer than trainer.max_steps if a callback has stopped the training
             tokens=lines[-1]["tokens"],
             parameters=session.module.model.num_parameters(),
             memory_parameters=session.module.model.num_parameters(memory=True),

@@ -90,7 +90,9 @@ class LanguageModelingObjective(Objective):
             result["ema"] = {"sets": self._average_sets, "average": average_scores(self._average_sets)}
         if lines := hash_log.read_hash_log(session.folder.path):
             result |= {"data_hash": {lines[-1]["step"]: lines[-1]["hash"]}, "sequences": lines[-1]["sequences"]}
-        if session.processes.size == 1 and (bigrams := score_bigrams(self.config, session.data)):
+        if session.processes.size == 1 and (
+            bigrams := score_bigrams(self.config, session.data, session.trainer.global_step)
+        ):
             result["bigrams"] = {"sets": bigrams, "average": average_scores(bigrams)}
         sample, tokenizer = None, session.data.tokenizer
         can_generate = not self.config.trainer.is_sharded  # it needs the whole model on one device
