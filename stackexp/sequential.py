@@ -67,11 +67,14 @@ def judge(
     The arms are judged after 3, 4, ... pairs, each time with the pairs up to there; the first verdict on an arm stays.
     An arm helps or hurts if its p-value is significant by Holm's method over the arms, so at most a share `level` of
     comparisons without any effect get such a verdict. It has no effect above `effect` if its interval, at `level`
-    divided by the number of arms, lies within +-effect. This interval of an arm that only Holm's method decides may
-    contain zero.
+    divided by the number of arms, lies within +-effect. If only Holm's method decides an arm, its interval
+    may contain zero.
     """
     evidence = {arm: _compute_evidence(values, planned) for arm, values in differences.items()}
-    p_values = {arm: [1.0] * MIN_PAIRS + list(_list_p_values(values, planned)) for arm, values in evidence.items()}
+    p_values = {  # by the number of pairs, from 0
+        arm: [1.0] * MIN_PAIRS + compute_crossing_probability(np.maximum.accumulate(values), planned).tolist()
+        for arm, values in evidence.items()
+    }
     decided: dict[str, tuple[Word, int]] = {}
     for look in range(MIN_PAIRS, max(map(len, differences.values()), default=0) + 1):
         adjusted = adjust_holm([values[min(look, len(values) - 1)] for values in p_values.values()])
@@ -95,11 +98,6 @@ def judge(
 
 def _list_looks(pairs: int) -> range:
     return range(MIN_PAIRS, pairs + 1)
-
-
-def _list_p_values(evidence: np.ndarray, planned: int) -> np.ndarray:
-    """Return the p-value after each look from the evidence of the looks [looks]."""
-    return compute_crossing_probability(np.maximum.accumulate(evidence), planned) if evidence.size else evidence
 
 
 def adjust_holm(p_values: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What `verdict` refuses: mistakes in the file, and runs that do not answer its question."""
+"""Mistakes in the file of a verdict, and runs that do not answer its question, are refused."""
 
 import json
 

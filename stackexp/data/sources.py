@@ -34,10 +34,11 @@ class Source:
 
     @property
     def record(self) -> list:
-        """Return the name, size and modification time, which change when the file changes; also of Megatron's index."""
-        index = find_megatron_index(Path(self.path)) if self.has_tokens else None
-        stats = [index.stat()] if index else []
-        return [self.name, self.size, self.modified, *(x for stat in stats for x in (stat.st_size, stat.st_mtime_ns))]
+        """Return name, size and modification time of the file, and the last two also of its index from Megatron."""
+        record = [self.name, self.size, self.modified]
+        if index := find_megatron_index(Path(self.path)):
+            record += [index.stat().st_size, index.stat().st_mtime_ns]
+        return record
 
     @property
     def has_tokens(self) -> bool:

@@ -48,7 +48,7 @@ PAPER_STACK = {
     "residual_gate": "hidden",
 }
 PLACES = ("data.path", "data.remote")
-"""Where a corpus is. Two places may hold the same corpus."""
+"""Options that name the place of a corpus. Two places may hold the same corpus."""
 SIZES = ("model.hidden_size", "model.intermediate_size", "model.num_heads", "model.num_kv_heads", "model.num_layers")
 TRAINING, OTHER = "training loss", "average"
 COLUMNS = (TRAINING, "V2", "V3", OTHER)
@@ -204,7 +204,7 @@ def average_sets(sets: dict[str, dict[str, float]]) -> Losses:
     """
     columns: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
     for name, scores in sets.items():
-        columns[name.partition("/")[0].upper() if name.startswith(OLMO_GROUPS) else OTHER][name] = scores
+        columns[_find_column(name)][name] = scores
     complete = {c: members for c, members in columns.items() if all("loss" in scores for scores in members.values())}
     averages = {column: average_scores(members) for column, members in complete.items()}
     return {column: (scores["loss"], scores.get("perplexity")) for column, scores in averages.items()}
@@ -215,8 +215,12 @@ def list_sets(row: Row, column: str) -> frozenset[tuple[str, float | None]]:
 
     The tokens differ if only a part of a set was scored, or another file with its name; None in earlier versions.
     """
-    sets = {name: (name.partition("/")[0].upper(), scores.get("tokens")) for name, scores in get_scores(row).items()}
-    return frozenset((name, size) for name, (g, size) in sets.items() if (g if g in ("V2", "V3") else OTHER) == column)
+    return frozenset((name, s.get("tokens")) for name, s in get_scores(row).items() if _find_column(name) == column)
+
+
+def _find_column(name: str) -> str:
+    """Return the column that averages a set."""
+    return name.partition("/")[0].upper() if name.startswith(OLMO_GROUPS) else OTHER
 
 
 def compute_flops(row: Row) -> float | None:

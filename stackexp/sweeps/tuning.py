@@ -100,8 +100,8 @@ def estimate_noise(tuned: Tuned, baseline: str) -> tuple[float, float]:
     """Return the standard deviation of a pair's difference between tuning seeds, and its degrees of freedom.
 
     An arm's best half of points is paired with the baseline's, rank by rank. The variances of all arms are averaged.
-    Variances of two arms share the baseline's runs, and those of two points share seeds. Both count as a correlation of
-    1/4, that of squares of numbers with a correlation of 1/2.
+    Arms share the baseline's runs, and points share seeds, so these variances are correlated. The correlation is taken
+    as 1/4: that of the squares of two numbers whose correlation is 1/2.
     """
     best = {arm: _select_best_half(points) for arm, points in tuned.items()}
     variances = []
