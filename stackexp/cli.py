@@ -31,7 +31,6 @@ VERBS = {
     "sweep results": "compare the finished trials",
     "runs list": "list runs with their state and losses",
     "runs show": "show one run and how to resume it",
-    "runs adopt": "mark runs of an earlier version",
     "runs copy": "copy what reports read of finished runs",
     "runs remove": "delete run folders",
     "report compare": "compare runs in one table",

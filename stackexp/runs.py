@@ -46,7 +46,6 @@ from stackexp.files import (
     write_json,
     write_json_lines,
 )
-from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS
 from stackexp.run_result import NewerVersionError, RunResult
 
 MARKER = ".stackexp"
@@ -123,36 +122,17 @@ class RunFolder:
     def best_checkpoint(self) -> Path | None:
         """Return the validated checkpoint with the lowest mean validation loss, or None.
 
-        Among checkpoints with an accuracy of 1, the latest is the best. Scores are read from validation.json, or for
-        checkpoints of earlier versions from metrics.jsonl.
+        Among checkpoints with an accuracy of 1, the latest is the best. One with a damaged manifest is never the best.
         """
-        paths = self.list_checkpoints()
-        losses = {path: read_validation(path) for path in paths if _has_step(path)}
-        if old := [path for path in paths if path not in losses]:
-            logged = self._read_logged_losses()
-            losses |= {path: logged.get(int(path.name)) for path in old}
+        losses = {path: read_validation(path) for path in self.list_checkpoints() if _has_intact_manifest(path)}
         validated = {path: loss for path, loss in losses.items() if loss is not None}
         return min(sorted(validated, reverse=True), key=validated.__getitem__, default=None)
-
-    def _read_logged_losses(self) -> dict[int, float]:
-        """Return the validation losses in metrics.jsonl by step.
-
-        The final loss counts, too. A loss on whole sets is not compared with losses on samples.
-        """
-        lines = (line for line in self.read_metrics() if line.get(AVERAGE_LOSS) is not None)  # null: not finite
-        losses = {line["step"]: _rank_validation(line[AVERAGE_LOSS], line.get(AVERAGE_ACCURACY)) for line in lines}
-        if self.is_finished and not self.read_options().get("data.eval_sequences"):
-            result = self.read_result()
-            if (final := result.figures.get("average", {}).get("loss")) is not None:
-                losses.setdefault(result.steps, final)
-        return losses
 
     def find_tokenizer(self, checkpoint: Path | None = None) -> Path | None:
         """Return the path of tokenizer.json, or None if the run has no tokenizer.
 
         Every reader opens the tokenizer of a run through this method. It compares the file with the hash in
-        environment.json and with that of `checkpoint`; runs of earlier versions have none. Raises RunError if the file
-        is missing or has changed.
+        environment.json and with that of `checkpoint`. Raises RunError if the file is missing or has changed.
         """
         hashes = {f"{self.environment.name} records": self.read_tokenizer_hash()}
         if checkpoint and (folder := checkpoint.parent if checkpoint.name == "ema" else checkpoint).is_dir():
@@ -209,30 +189,16 @@ class RunFolder:
         if not self.is_marked:
             write_atomically(self.path / MARKER, MARKER_TEXT)
 
-    def adopt(self) -> None:
-        """Mark a run folder of an earlier version. Raises RunError unless config and sessions are those of a run."""
-        options, sessions = self.read_options(), self.read_sessions()
-        is_config = {"name", "seed", "model.kind", "data.kind", "trainer.max_steps"} <= options.keys()
-        if not is_config or not sessions or not all({"command", "versions"} <= session.keys() for session in sessions):
-            raise RunError(
-                f"{self.path}: config.yaml and environment.json are not those of a run; give the folder of a run"
-            )
-        self.mark()
-
     def check_ownership(self) -> None:
         """Raise RunError if the folder exists, is not empty, and does not have the marker of a run folder."""
         try:
             names = {path.name for path in self.path.iterdir()} - {".lock"}
         except FileNotFoundError:
             return
-        if not names or self.is_marked:
-            return
-        if MARKER in names or {self.config.name, self.environment.name} <= names:
-            command = f"python -m stackexp runs adopt {shlex.quote(str(self.path))}"
+        if names and not self.is_marked:
             raise RunError(
-                f"{self.path}: not marked as a run folder; if it is a run of an earlier version, run `{command}`"
+                f"{self.path}: not a run folder (no valid {MARKER}), and not empty ({min(names)}); choose another"
             )
-        raise RunError(f"{self.path}: not a run folder, and not empty ({min(names)}); choose another --run")
 
     @contextlib.contextmanager
     def start_session(
@@ -398,8 +364,8 @@ def _read_cpu_model() -> str:
 
 
 # Checkpoints. The manifest, written last, has the step, the SHA-256 of the run's tokenizer, and that of every file. It
-# detects a changed bit, a missing file, a file of another checkpoint, and a folder renamed to another step. Earlier
-# versions wrote only the hashes of files. validation.json has the scores and the SHA-256 of the manifest.
+# detects a changed bit, a missing file, a file of another checkpoint, and a folder renamed to another step.
+# validation.json has the scores and the SHA-256 of the manifest.
 
 
 def write_manifest(folder: Path, step: int, tokenizer: str | None) -> None:
@@ -411,7 +377,7 @@ def write_manifest(folder: Path, step: int, tokenizer: str | None) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read step, tokenizer and files of a checkpoint; earlier versions stored no step and no tokenizer (None).
+    """Read step, tokenizer (None for a run without one) and files of a checkpoint.
 
     Raises DamagedCheckpointError if the manifest is missing or damaged, or the step is not that of the folder's name.
     """
@@ -421,19 +387,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = read_json(folder / MANIFEST)
     except (OSError, RunError) as error:
         raise damaged_error(folder, error) from None
-    if not isinstance(manifest, dict):
-        raise damaged_error(folder, f"{MANIFEST} is not an object")
-    if not isinstance(manifest.get("files"), dict):
-        manifest = {"step": None, "tokenizer": None, "files": manifest}
-    elif not has_valid_sha256(manifest) or not manifest.keys() >= {"step", "tokenizer"}:
+    if not has_valid_sha256(manifest) or not manifest.keys() >= {"step", "tokenizer", "files"}:
         raise damaged_error(folder, f"{MANIFEST} has changed since it was written")
     check_step(folder, manifest["step"])
     return manifest
 
 
-def check_step(folder: Path, step: int | None) -> None:
-    """Raise DamagedCheckpointError if the name of the folder is another step than `step` (None: unknown)."""
-    if step is not None and folder.name.isdecimal() and int(folder.name) != step:
+def check_step(folder: Path, step: int) -> None:
+    """Raise DamagedCheckpointError if the name of the folder is another step than `step`."""
+    if folder.name.isdecimal() and int(folder.name) != step:
         raise damaged_error(folder, f"the checkpoint of step {step} under another name")
 
 
@@ -476,17 +438,12 @@ def read_validation(checkpoint: Path) -> float | None:
     scores = read_json(path)
     if not has_valid_sha256(scores) or scores["manifest_sha256"] != compute_sha256(checkpoint / MANIFEST):
         raise RunError(f"{path}: not the scores that were written for this checkpoint; delete the file")
-    return None if scores["loss"] is None else _rank_validation(scores["loss"], scores["accuracy"])
+    return 0.0 if scores["loss"] is not None and scores["accuracy"] == 1 else scores["loss"]
 
 
-def _rank_validation(loss: float, accuracy: float | None) -> float:
-    """Return the loss by which checkpoints are ranked: 0 for an accuracy of 1, so that all of these are equal."""
-    return 0.0 if accuracy == 1 else loss
-
-
-def _has_step(checkpoint: Path) -> bool:
-    """Return True if the manifest has the step. Checkpoints of earlier versions lack it, and validation.json."""
+def _has_intact_manifest(checkpoint: Path) -> bool:
     try:
-        return read_manifest(checkpoint)["step"] is not None
+        read_manifest(checkpoint)
     except DamagedCheckpointError:
         return False
+    return True

@@ -100,7 +100,6 @@ def test_wandb_and_mlflow_receive_every_line_and_continue_after_a_kill(wandb, cl
         assert {p.step: p.value for p in points} == {line["step"]: line[tag] for line in lines if tag in line}
 
     stop_at(run, 8)
-    (run.path / "logger.mlflow").rename(run.path / "mirror.mlflow")  # as earlier versions called it
     fit(tiny, *options, "trainer.max_steps=14", "trainer.val_check_interval=14", "--run", str(run.path))
     lines = read_lines(run)
     folders = sorted(run.path.glob("wandb/offline-run-*"))

@@ -3,22 +3,17 @@
 import json
 import re
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from records import losses, record
+from records import record
 from saved_models import make_state
 
-from stackexp import runs
 from stackexp.cli import main
 from stackexp.config.compose import compose, load_config
 from stackexp.errors import FolderBusyError, RunError
-from stackexp.files import read_json_lines
-from stackexp.models import checkpoints
-from stackexp.runs import MANIFEST, RunFolder, read_manifest, write_manifest
+from stackexp.runs import RunFolder, read_manifest, write_manifest
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.checkpointing import check_resumed_config, find_start
 
@@ -58,8 +53,7 @@ def test_folder_of_something_else_is_not_touched(config, tmp_path, files):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("mine")
     message = get_error(config, None, str(folder))
-    assert message.startswith(f"{folder}: not a run folder, and not empty (")
-    assert message.endswith("choose another --run")
+    assert message.startswith(f"{folder}: not a run folder (no valid .stackexp), and not empty (")
     assert {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} == set(files)
 
 
@@ -72,71 +66,14 @@ def test_new_and_empty_folders_become_run_folders(config, tmp_path):
 
 
 @pytest.mark.parametrize("marker", [None, "", "another program"])
-def test_run_without_our_marker_must_be_adopted_once(config, unfinished, marker):
+def test_run_without_our_marker_is_refused(config, unfinished, marker):
     if marker is None:
         (unfinished.path / ".stackexp").unlink()
     else:
         (unfinished.path / ".stackexp").write_text(marker)
-    command = f"runs adopt {unfinished.path}"
-    assert command in get_error(config, None, str(unfinished.path))
+    assert "not a run folder (no valid .stackexp)" in get_error(config, None, str(unfinished.path))
     assert main(["runs", "remove", str(unfinished.path), "--yes"]) == 1
-    assert main(command.split()) == 0
-    assert find_start(config, None, str(unfinished.path)).step == 12
-
-
-def make_older(run: RunFolder) -> None:
-    """Turn a run into one of the version before: other keys, hashes alone in manifests, no scores of validations."""
-    config = yaml.safe_load(run.config.read_text())
-    for tree in (config, *(checkpoints.load_state(path)["stackexp"]["config"] for path in run.list_checkpoints())):
-        tree["init"] = tree.pop("warm_start")
-        del tree["logging"]["loggers"], tree["trainer"]["callbacks"]
-        tree["logging"] |= {"tensorboard": False, "mirrors": ["wandb"]}
-        tree["trainer"]["cross_entropy"] = "liger"
-    run.config.write_text(yaml.safe_dump(config))
-    for path in run.list_checkpoints():
-        state = checkpoints.load_state(path)
-        del state["stackexp"]["tokenizer_sha256"]
-        state["stackexp"]["config"] = config
-        torch.save(state, path / "state.pt")
-        (path / "validation.json").unlink(missing_ok=True)
-        write_manifest(path, int(path.name), None)
-        (path / MANIFEST).write_text(json.dumps(read_manifest(path)["files"]))
-    sessions = run.read_sessions()
-    for session in sessions:
-        del session["tokenizer_sha256"]
-    run.environment.write_text(json.dumps(sessions))
-    (run.path / ".stackexp").write_text("")
-
-
-def test_an_unfinished_run_that_the_version_before_wrote_is_resumed(tmp_path, capsys):
-    """The archive holds a run of commit 8c58731, stopped after step 8 of 12, and the metrics of the whole run."""
-    with tarfile.open(Path(__file__).with_name("run_of_8c58731.tar.xz")) as archive:
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
-        archive.extractall(tmp_path)
-    run = tmp_path / "run"
-    assert main(["fit", "--run", str(run)]) == 1
-    assert f"run `python -m stackexp runs adopt {run}`" in capsys.readouterr().err
-    assert main(["runs", "adopt", str(run)]) == 0
-    assert main(["fit", "--run", str(run)]) == 0
-    lines = [line for line in read_json_lines(tmp_path / "whole.jsonl") if "train/loss" in line]
-    assert losses(RunFolder(run)) == pytest.approx({line["step"]: line["train/loss"] for line in lines}, abs=1e-5)
-    assert len(lines) == 12
-
-
-def test_run_of_the_version_before_is_read_and_resumed(unfinished, monkeypatch):
-    best, expected = unfinished.best_checkpoint(), record(unfinished)
-    assert (unfinished.checkpoints / "00000012" / "validation.json").exists()
-    make_older(unfinished)
-    assert unfinished.best_checkpoint() == best
-    assert unfinished.find_tokenizer(best) == unfinished.tokenizer
-    assert load_config(unfinished.config).logging.loggers == unfinished.read_options()["logging.loggers"] == ["wandb"]
-    assert load_config(unfinished.config).warm_start.weights is None
-    assert load_config(unfinished.config).trainer.cross_entropy == "chunked"
-    shutil.rmtree(unfinished.checkpoints / "00000012")
-    assert main(["runs", "adopt", str(unfinished.path)]) == 0
-    assert main(["fit", "--run", str(unfinished.path), "logging.loggers=[]"]) == 0
-    assert record(unfinished) == expected
-    assert [runs.read_validation(path) is not None for path in unfinished.list_checkpoints()] == [False, False, True]
+    assert unfinished.config.exists()
 
 
 def test_folder_of_the_user_with_the_names_of_a_run_is_not_touched(config, tmp_path, capsys):
@@ -145,8 +82,8 @@ def test_folder_of_the_user_with_the_names_of_a_run_is_not_touched(config, tmp_p
     (folder / "config.yaml").write_text("name: mine\n")
     (folder / "environment.json").write_text('[{"conda": "env"}]')
     before = {path: path.is_dir() or path.read_text() for path in folder.rglob("*")}
-    assert "not marked as a run folder" in get_error(config, None, str(folder))
-    for command in (["fit", "--run"], ["runs", "remove", "--yes"], ["runs", "adopt"]):
+    assert "not a run folder" in get_error(config, None, str(folder))
+    for command in (["fit", "--run"], ["runs", "remove", "--yes"]):
         assert main([*command, str(folder)]) != 0
     assert {path: path.is_dir() or path.read_text() for path in folder.rglob("*")} == before
 

@@ -4,6 +4,7 @@
 `stackexp.models.checkpoints` writes both. On resume, they load them.
 """
 
+import itertools
 import logging
 import random
 from collections.abc import Collection
@@ -26,7 +27,7 @@ from stackexp.config.affects import find_changed_keys, flatten_config
 from stackexp.config.compose import load_config, to_dict
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.trainer import TrainerConfig
-from stackexp.config.yaml_files import flatten, upgrade_run_options
+from stackexp.config.yaml_files import flatten
 from stackexp.datamodules.base import check_resumable
 from stackexp.errors import DamagedCheckpointError, RunError, StoppedError, first_line
 from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS, TRAIN_LOSS
@@ -237,10 +238,11 @@ def find_start(
             _check_finished(run, config)
             return Start(run, is_finished=True)
         run.create()
-        has_checkpoint = run.newest_checkpoint() or any(run.checkpoints.glob("*.ckpt"))  # .ckpt is refused by name
-        if not has_checkpoint and (parent := _find_parent(run)):
+        if run.newest_checkpoint():
+            return _resume_newest(run, config, overridden)
+        if parent := _find_parent(run):
             return _resume(parent, run, config, overridden=flatten_config(config))  # already accepted
-        return _resume_newest(run, config, overridden) if has_checkpoint else Start(run)
+        return Start(run)
     if ckpt_path is None:
         return Start(runs.allocate_run(config))
     if ckpt_path == "last":
@@ -272,15 +274,13 @@ def _check_finished(run: RunFolder, config: ExperimentConfig) -> None:
 
 def _resume_newest(run: RunFolder, config: ExperimentConfig, overridden: Collection[str]) -> Start:
     """Resume the newest checkpoint that is not damaged, in the run's own folder."""
-    paths = run.list_checkpoints()[::-1] or sorted(run.checkpoints.glob("*.ckpt"))
-    for path, older in zip(paths, [*paths[1:], None], strict=True):
+    paths = run.list_checkpoints()[::-1]
+    for path, older in itertools.pairwise(paths):
         try:
             return _resume(path, run, config, overridden)
         except DamagedCheckpointError as error:
-            if older is None:
-                raise
             log.warning("%s: damaged (%s); resuming from %s instead", path, error.reason, older.name)
-    raise RunError(f"{run.checkpoints}: no checkpoint; start a new run")
+    return _resume(paths[-1], run, config, overridden)
 
 
 def _resume_path(path: Path, config: ExperimentConfig, overridden: Collection[str]) -> Start:
@@ -325,7 +325,7 @@ def check_resumed_config(
 
     Options that may change within a run are logged if they are in `overridden`, and refused otherwise.
     """
-    ours, theirs = flatten_config(config), flatten(upgrade_run_options(state["stackexp"]["config"]))
+    ours, theirs = flatten_config(config), flatten(state["stackexp"]["config"])
     for key in find_changed_keys(ours, theirs, ["training"]):
         kind = "different architecture" if key.startswith("model.") else "different run"
         raise RunError(

@@ -74,7 +74,7 @@ def _build_logger(entry: Any, config: ExperimentConfig, run: RunFolder) -> Logge
     spec = importlib.util.find_spec(entry)
     if spec is None or spec.origin is None:  # a folder of this name is not the library
         raise ConfigError(f"logging.loggers: {entry}: not installed; run pip install 'stackexp[{entry}]'")
-    path = _find_id_file(run, entry)
+    path = run.path / f"logger.{entry}"
     run_id = path.read_text(encoding="utf-8") if path.exists() else None
     if entry == "mlflow":
         import mlflow
@@ -93,12 +93,6 @@ def _build_logger(entry: Any, config: ExperimentConfig, run: RunFolder) -> Logge
     )
 
 
-def _find_id_file(run: RunFolder, name: str) -> Any:
-    """Return the file with the id of the logger's run; earlier versions called it mirror.<name>."""
-    old = run.path / f"mirror.{name}"
-    return old if old.exists() else run.path / f"logger.{name}"
-
-
 def open_logger(logger: Logger, config: ExperimentConfig, run: RunFolder) -> None:
     """Open a logger, which may need a network, and log the options of a new run. Call it on rank 0 only."""
     if isinstance(logger, CSVLogger):
@@ -106,7 +100,7 @@ def open_logger(logger: Logger, config: ExperimentConfig, run: RunFolder) -> Non
     is_new = True
     for cls, name in ((WandbLogger, "wandb"), (MLFlowLogger, "mlflow")):
         if isinstance(logger, cls):
-            path = _find_id_file(run, name)
+            path = run.path / f"logger.{name}"
             is_new = not path.exists()
             write_atomically(path, str(logger.version if name == "mlflow" else logger.experiment.id))
     is_local = isinstance(logger, RunTensorBoard | CSVLogger)  # in the run folder, which has config.yaml

@@ -114,23 +114,6 @@ class Copy(Verb):
         return 0
 
 
-class Adopt(Verb):
-    """Mark a run of an earlier version as a run folder, so that `fit --run` and `runs remove` accept it."""
-
-    examples = ("runs adopt runs/quickstart/ID",)
-
-    def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
-
-    def run(self, args: Namespace) -> int:
-        from stackexp import runs
-
-        for path in args.runs:
-            runs.open_run(path).adopt()
-            print(f"{path}: marked as a run folder")
-        return 0
-
-
 class Remove(Verb):
     """Delete run folders. Without --yes, only list what would be deleted.
 
