@@ -214,11 +214,10 @@ def write_json_lines(path: Path, objects: list[dict[str, Any]]) -> None:
     write_atomically(path, "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in objects))
 
 
-def append_json_line(path: Path, value: dict[str, Any], *, sync: bool = False) -> None:
-    """Append one object to a JSON Lines file in a single write, which is safe with concurrent processes.
+def append_json_line(path: Path, value: dict[str, Any]) -> None:
+    """Append one object to a JSON Lines file and wait until it is on disk. Concurrent processes may append.
 
-    If a kill has cut off the last line, the object starts on a new line; read such a file with `skip_damaged`. With
-    `sync`, wait until the line is on disk.
+    If a kill has cut off the last line, the object starts on a new line; read such a file with `skip_damaged`.
     """
     line = json.dumps(value, ensure_ascii=False) + "\n"
     with open(path, "ab+", buffering=0) as file:
@@ -232,8 +231,7 @@ def append_json_line(path: Path, value: dict[str, Any], *, sync: bool = False) -
         except OSError:
             file.truncate(size)
             raise
-        if sync:
-            os.fsync(file.fileno())
+        os.fsync(file.fileno())
 
 
 def _ends_with_line_feed(file: IO[bytes]) -> bool:

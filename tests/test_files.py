@@ -75,7 +75,7 @@ def test_read_json_lines_skips_a_torn_last_line(tmp_path):
     assert list(files.read_json_lines(path)) == []
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert list(files.read_json_lines(path)) == [{"step": 1}, {"step": 2}]
-    files.append_json_line(path, {"step": 3}, sync=True)
+    files.append_json_line(path, {"step": 3})
     with pytest.raises(RunError, match=r"lines.jsonl: line 3 is damaged; delete the line"):
         list(files.read_json_lines(path))
     assert list(files.read_json_lines(path, skip_damaged=True)) == [{"step": 1}, {"step": 2}, {"step": 3}]

@@ -20,6 +20,7 @@ from stackexp.datamodules import node_storage
 from stackexp.datamodules.node_storage import METADATA_FILES, CacheFolder, SourceError
 from stackexp.datamodules.token_stream import TokenStream
 from stackexp.errors import RunError
+from stackexp.files import read_start_time
 
 
 def test_a_cache_folder_belongs_to_one_run(s3, url, tmp_path, caplog):
@@ -231,17 +232,9 @@ def test_stopped_workers_end_with_their_run(tmp_path, number):
     run.process.send_signal(number)
     run.process.wait(20)
     end = time.monotonic() + 20
-    while any(map(is_running, run.workers)) and time.monotonic() < end:
+    while any(map(read_start_time, run.workers)) and time.monotonic() < end:
         time.sleep(0.05)
-    assert not any(map(is_running, run.workers))
-
-
-def is_running(pid: int) -> bool:
-    """Return True for a process that exists and is not a zombie, which waits for the container's first process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert not any(map(read_start_time, run.workers))
 
 
 def test_a_temporary_folder_with_a_long_path_is_reported(tmp_path, monkeypatch):

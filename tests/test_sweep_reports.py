@@ -108,7 +108,7 @@ def test_status_shows_states_and_causes(capsys):
     for trial in (failed, stopped):
         trial.folder.path.mkdir()
         trial.folder.metrics.write_text('{"step": 7, "tokens": 1, "time": 0, "train/loss": 3.25}\n{"step": 8')
-    failure = {"exit_code": 1, "cause": "no space left", "attempts": 2, "time": "", "tried_again": False}
+    failure = {"exit_code": 1, "cause": "no space left", "attempts": 2, "forgiven": 0, "time": "", "tried_again": False}
     failed.failure.write_text(json.dumps(failure))
     assert cli.main(["sweep", "status", "study.yaml"]) == 0
     rows = read_lines(capsys)

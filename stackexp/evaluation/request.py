@@ -175,7 +175,7 @@ class PartialResults:
     def add(self, name: str, figures: dict[str, float]) -> None:
         """Save the scores of a set, and flush them to disk."""
         if self.path is not None:
-            append_json_line(self.path, {"key": self._keys[name], "set": name, "figures": figures}, sync=True)
+            append_json_line(self.path, {"key": self._keys[name], "set": name, "figures": figures})
 
     def delete(self) -> None:
         """Delete the file."""

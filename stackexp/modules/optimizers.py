@@ -37,7 +37,7 @@ def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     fans = _find_fans(model, is_required=True)
-    excluded = _find_named(model, "no_decay")
+    excluded = _find_undecayed(model)
     matrices = {
         p
         for p in parameters
@@ -78,7 +78,7 @@ def group_parameters(
     width_scale = 1.0 if options is None or base is None else base / options.hidden_size
     fans = _find_fans(model, is_required=base is not None)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    constant = embeddings | _find_named(model, "no_decay")
+    constant = embeddings | _find_undecayed(model)
     in_memories = {p for memory in getattr(model, "memories", ()) for p in memory.parameters()}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for p in parameters:
@@ -109,11 +109,9 @@ def _find_fans(model: nn.Module, is_required: bool) -> dict[Tensor, str]:
     return fans | dict.fromkeys(linears - in_memories, "both")
 
 
-def _find_named(model: nn.Module, attribute: str) -> set[nn.Parameter]:
-    """Return the parameters that memories name in an attribute, without those that an option removed."""
-    memories = getattr(model, "memories", ())
-    named = {getattr(memory, name) for memory in memories for name in getattr(memory, attribute)}
-    return named - {None}
+def _find_undecayed(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that memories name in `no_decay`, without those that an option removed."""
+    return {getattr(memory, name) for memory in getattr(model, "memories", ()) for name in memory.no_decay} - {None}
 
 
 def _build_adamw(config: AdamWConfig, groups: list[dict[str, Any]]) -> torch.optim.AdamW:

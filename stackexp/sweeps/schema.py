@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
@@ -70,6 +70,14 @@ class Space:
             yield "low", f"expected integers with int: true, found {self.low} and {self.high}"
 
 
+def find_space_errors(spaces: Mapping[str, Space]) -> Errors:
+    """Check that there are keys to search, and the space of each."""
+    if not spaces:
+        yield "space", "name at least one key with its values"
+    for key, space in spaces.items():
+        yield from ((f"space.{key}.{name}", message) for name, message in space.find_errors())
+
+
 @dataclass
 class Prune:
     """Successive halving: at steps min_steps * reduction_factor**k, the best 1/reduction_factor of trials continue."""
@@ -92,10 +100,7 @@ class Search:
 
     def find_errors(self) -> Errors:
         """Check the search space."""
-        if not self.space:
-            yield "space", "name at least one key with its values"
-        for key, space in self.space.items():
-            yield from ((f"space.{key}.{name}", message) for name, message in space.find_errors())
+        yield from find_space_errors(self.space)
 
 
 @dataclass

@@ -211,10 +211,10 @@ def read_claim(trial: Trial) -> Claim | None:
 # Objective
 
 
-def read_objective(trial: Trial, objective: str, missing: float | None = None) -> tuple[float | None, str]:
-    """Return the objective of a finished trial, or None and the reason; `missing` for null, a number not finite."""
+def read_objective(trial: Trial, objective: str) -> tuple[float | None, str]:
+    """Return the objective of a finished trial, or None and the reason."""
     try:
-        return get_number(trial.folder.read_result().to_dict(), objective, missing), ""
+        return get_number(trial.folder.read_result().to_dict(), objective), ""
     except RunError as error:
         return None, str(error)
 
@@ -250,7 +250,7 @@ def read_failure(trial: Trial) -> dict[str, Any]:
         return {}
     try:
         failure = read_json(trial.failure)
-        counts = {"attempts": int(failure["attempts"]), "forgiven": int(failure.get("forgiven", 0))}
+        counts = {"attempts": int(failure["attempts"]), "forgiven": int(failure["forgiven"])}
         return failure | counts | {"cause": str(failure["cause"])}
     except (RunError, KeyError, TypeError, ValueError):
         cause = f"{trial.failure}: damaged; the next sweep run retries the trial"

@@ -13,7 +13,7 @@ from stackexp.config.fields import Errors, option
 from stackexp.errors import RunError
 from stackexp.metric_tags import TOKENS_PER_SECOND
 from stackexp.runs import RunFolder
-from stackexp.sweeps.schema import Space, Values
+from stackexp.sweeps.schema import Space, Values, find_space_errors
 
 Tuned = dict[str, list[tuple[Values, list[float]]]]
 """Arm -> its points, each with the scores of the tuning seeds."""
@@ -41,10 +41,8 @@ class Tuning:
 
     def find_errors(self) -> Errors:
         """Check the spaces and the seeds."""
-        if not self.space:
-            yield "space", "name at least one key with its values"
+        yield from find_space_errors(self.space)
         for key, space in self.space.items():
-            yield from ((f"space.{key}.{name}", text) for name, text in space.find_errors())
             if self.trials is None and space.values is None:
                 yield "trials", f"required, because {key} is a range"
             if self.trials is None and space.arms:

@@ -389,7 +389,7 @@ class Verdict:
         plugins = hash_plugins(self._build_sweep(self.name, []).base_trial.config.plugins)
         for path in sorted(self.folder.glob("*/*/environment.json")) if plugins else ():
             for session in RunFolder(path.parent).read_sessions():
-                recorded = session.get("plugins", plugins)  # earlier versions recorded none
+                recorded = session.get("plugins", {})
                 if changed := [name for name, sha256 in plugins.items() if recorded.get(name, sha256) != sha256]:
                     raise ConfigError(
                         f"{changed[0]}: changed since {path.parent} was trained; undo the change, or give "

@@ -105,4 +105,4 @@ class DataRecord(StepCallback):
         if trainer.is_global_zero:
             tokens = self._step * module.config.data.global_batch_tokens
             line = {"step": self._step, "tokens": tokens, "hash": self._hash, "sequences": sequences}
-            append_json_line(self._folder / FILE_NAME, line, sync=True)  # no checkpoint is ahead of the log
+            append_json_line(self._folder / FILE_NAME, line)  # no checkpoint is ahead of the log
