@@ -348,13 +348,12 @@ def hash_plugins(plugins: Sequence[str]) -> dict[str, str]:
 
 def read_commit() -> str | None:
     """Return the commit of this code, followed by "+changes" if files differ; None outside a git checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    options = ["--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]  # without tags
+    command = ["git", "-C", str(Path(__file__).parent), "describe", *options]
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head + ("+changes" if status.stdout.strip() else "")
 
 
 def _read_cpu_model() -> str:

@@ -25,31 +25,28 @@ class ItemSums(Metric):
     """Float64 sums for each of N items of an evaluation set, independent of which rank scores an item.
 
     Each item has its own column and is written once, so the results depend neither on the batch size nor on the number
-    of ranks. Column N collects padding (index -1).
+    of ranks. Column N collects padding (index -1). Subclasses name the three sums.
     """
 
     full_state_update = False
-    sums: Tensor  # [K, N + 1]
+    sums: Tensor  # [3, N + 1]
 
-    def __init__(self, num_items: int, num_sums: int) -> None:
+    def __init__(self, num_items: int) -> None:
         super().__init__()
         # All ranks but one hold zeros for an item, so the sum over ranks is exact.
-        self.add_state("sums", torch.zeros(num_sums, num_items + 1, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("sums", torch.zeros(3, num_items + 1, dtype=torch.float64), dist_reduce_fx="sum")
 
     def store(self, index: Tensor, *values: Tensor) -> None:
-        """Write K values [B] for the items `index` [B]."""
+        """Write three values [B] for the items `index` [B]."""
         self.sums[:, index] = torch.stack(values)
 
     def compute(self) -> np.ndarray:
-        """Return the sums of all items [K, N]. Every rank calls this."""
+        """Return the sums of all items [3, N]. Every rank calls this."""
         return self.sums[:, :-1].cpu().numpy()
 
 
 class ChunkLosses(ItemSums):
     """Loss in nats, number of predictions and bytes of text for each chunk of a set of tokens."""
-
-    def __init__(self, num_chunks: int) -> None:
-        super().__init__(num_chunks, 3)
 
     def update(self, index: Tensor, lengths: Tensor, losses: Tensor, num_bytes: Tensor) -> None:
         """Add a batch of chunks.
@@ -70,9 +67,6 @@ class SequenceScores(ItemSums):
 
     For arithmetic, the strings are problems, and each whole answer counts as one symbol.
     """
-
-    def __init__(self, num_sequences: int) -> None:
-        super().__init__(num_sequences, 3)
 
     def update(self, index: Tensor, losses: Tensor, is_correct: Tensor, is_counted: Tensor) -> None:
         """Add a batch of strings.
