@@ -107,6 +107,8 @@ class Sharded(_DistributedCheckpoints, ModelParallelStrategy):
 class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
     """Saves <step>/ every `checkpoint_interval` steps, on request, after the last step, and before stopping.
 
+    The last step is `max_steps`, or the step after which a callback sets `trainer.should_stop`.
+
     Keeps the newest `keep_checkpoints` and the best one, which has the lowest mean validation loss. Saves between two
     optimizer steps, before a validation that is due at the same step. Saving is a collective operation, so all ranks
     must make the same decision.
@@ -168,12 +170,16 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
         is_last = self._step == self._config.max_steps
         if "stop" in requests:
             self._stop.end_grace_period()
-        if self._step % self._config.checkpoint_interval == 0 or is_last or requests:
-            path = self._folder.checkpoints / format_checkpoint_name(self._step)
-            trainer.save_checkpoint(path, storage_options={"writer": self._writer, "on_saved": self._delete_old})
+        is_due = self._step % self._config.checkpoint_interval == 0
+        if is_due or is_last or requests or trainer.should_stop:
+            self._save(trainer)
         if "stop" in requests and not is_last:
             self._writer.wait()
             raise self._stop.build_error()
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        path = self._folder.checkpoints / format_checkpoint_name(self._step)
+        trainer.save_checkpoint(path, storage_options={"writer": self._writer, "on_saved": self._delete_old})
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Store the scores with the checkpoint of this step, if there is one, before they are logged."""
@@ -185,6 +191,12 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
             tags = module.validation_tags()
             if AVERAGE_LOSS in tags:
                 write_validation(path, tags[AVERAGE_LOSS], tags.get(AVERAGE_ACCURACY))
+
+    def on_validation_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Save the last step if the validation has ended the training, as Lightning's EarlyStopping does."""
+        if trainer.state.fn == "fit" and trainer.should_stop and self._saved_step != self._step:
+            self._save(trainer)
+            self.on_validation_epoch_end(trainer, module)
 
     def _delete_old(self) -> None:
         best = self._folder.best_checkpoint()

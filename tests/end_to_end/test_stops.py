@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import json
 import os
 import random
 import re
@@ -16,8 +17,10 @@ import pytest
 from forks import Forks
 from processes import ENDLESS, FSDP, find_second_rank, list_children, read_to_end, wait_until
 from records import has_checkpoint, losses, only_run, record
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stackexp.cli import main
+from stackexp.files import read_json_lines
 from stackexp.runs import RunFolder
 from stackexp.training import signals
 from stackexp.training.callbacks import steps
@@ -172,23 +175,33 @@ def test_time_limit_stops_and_minute_interval_saves(tiny, tmp_path, monkeypatch,
     assert saved[-1] == record(run)[-1]["step"]
 
 
-def test_a_training_that_a_callback_stops_records_its_own_steps(tiny, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
+def test_a_training_that_a_callback_stops_keeps_its_last_step(hook, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = [
         "import lightning.pytorch as pl",
         "class Stop(pl.Callback):",
-        "    def on_train_batch_end(self, trainer, *_):",
+        f"    def {hook}(self, trainer, *_):",
     ]
-    Path("early.py").write_text("\n".join([*lines, "        trainer.should_stop |= trainer.global_step >= 5"]))
-    assert (
-        main(["fit", "--config", str(tiny), "logging.progress_bar=false", "trainer.callbacks=['early.py:Stop']"]) == 0
-    )
+    Path("early.py").write_text("\n".join([*lines, "        trainer.should_stop |= trainer.global_step == 5"]))
+    options = ["trainer.val_check_interval=5", "logging.progress_bar=false", "logging.loggers=[tensorboard]", "trainer.callbacks=['early.py:Stop']"]
+    assert main(["fit", "--config", str(tiny), *options]) == 0
     run = only_run(tmp_path / "runs")
     result = run.read_result()
     assert (result.steps, len(losses(run))) == (5, 5)
-    assert result.tokens == record(run)[-1]["tokens"]
+    assert result.tokens == record(run)[-1]["tokens"] == list(read_json_lines(run.path / "data.jsonl"))[-1]["tokens"]
+    (final,) = EventAccumulator(str(run.path)).Reload().Scalars("train/final_loss")
+    assert final.step == 5
     assert main(["runs", "list"]) == 0
     assert "5/12" in capsys.readouterr().out
+
+    assert main(["validate", "--run", str(run.path)]) == 0
+    scores = json.loads((run.path / "validate.json").read_text())
+    assert scores["checkpoint"].endswith("00000005")
+    assert scores["average"]["loss"] == pytest.approx(result.figures["average"]["loss"], abs=1e-7)
+    branch = ["--ckpt_path", str(run.newest_checkpoint()), "name=branch", "trainer.callbacks=[]"]
+    assert main(["fit", "--config", str(tiny), *options, *branch]) == 0
+    assert only_run(tmp_path / "runs", "branch").read_result().steps == 12
 
 
 def test_backward_clock_loses_no_data(tiny, tmp_path, monkeypatch):

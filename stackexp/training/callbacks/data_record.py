@@ -84,6 +84,12 @@ class DataRecord(StepCallback):
             self._update(trainer, module)
             self._write(trainer, module)
 
+    def on_train_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Write the line of the last step if a callback has ended the training early."""
+        if self._step % self._interval and self._step != trainer.max_steps:
+            self._update(trainer, module)
+            self._write(trainer, module)
+
     def _update(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Add the steps of all ranks since the last update to the hash and the counts. Every rank must call it."""
         if not self._steps:

@@ -123,10 +123,9 @@ class MetricsLog(StepCallback):
         if trainer.is_global_zero and trainer.state.fn == "fit":
             os.fsync(self._file.fileno())
 
-    def finish(self, scores: dict[str, float], train_loss: float, sample: str | None) -> None:
-        """Close the log, and send final scores and the text sample to the loggers."""
+    def finish(self, step: int, scores: dict[str, float], train_loss: float, sample: str | None) -> None:
+        """Close the log, and send the final scores after `step` and the text sample to the loggers."""
         self._file.close()
-        step = self._config.trainer.max_steps
 
         def finish(logger: Logger) -> None:
             if isinstance(logger, RunTensorBoard):  # the event files of the final evaluation have the scores

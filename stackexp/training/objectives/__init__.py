@@ -160,7 +160,7 @@ class Objective(ABC):
         )
         result = final.to_dict()
         scores, train_loss = self.list_final_scores(result), result["train_loss"]["last_20_steps"]
-        session.metrics_log.finish(scores, train_loss, result.get("sample"))
+        session.metrics_log.finish(final.steps, scores, train_loss, result.get("sample"))
         if "tensorboard" in self.config.logging.loggers:
             self.write_events(session.folder, result)
         self._store_final_validation(session.folder, result)
