@@ -96,10 +96,6 @@ def judge(
     return judgments
 
 
-def _list_looks(pairs: int) -> range:
-    return range(MIN_PAIRS, pairs + 1)
-
-
 def adjust_holm(p_values: Sequence[float]) -> list[float]:
     """Return the p-values after the correction for their number by Holm (1979)."""
     order = np.argsort(p_values)
@@ -149,20 +145,12 @@ def _get_critical_t(n: int, planned: int, level: float) -> float:
     return -float(stdtrit(n - 1, ndtr(-find_barrier(planned, level) * math.sqrt(planned / n))))
 
 
-def compute_p_value(values: "Sequence[float] | np.ndarray", planned: int) -> "np.ndarray":
-    """Return the smallest level at which a look at the first 3, 4, ... n of `values` [..., n] decides against zero."""
-    evidence = _compute_evidence(values, planned)
-    if not evidence.shape[-1]:
-        return np.ones(evidence.shape[:-1])
-    return compute_crossing_probability(evidence.max(-1), planned)
-
-
 def _compute_evidence(values: "Sequence[float] | np.ndarray", planned: int) -> "np.ndarray":
     """Return the constant c that each look at the first 3, 4, ... n of `values` [..., n] exceeds: [..., looks]."""
     from scipy.special import ndtri, stdtr
 
     x = np.asarray(values, float)
-    n = np.asarray(_list_looks(x.shape[-1]))
+    n = np.arange(MIN_PAIRS, x.shape[-1] + 1)
     mean, squares = x.cumsum(-1)[..., MIN_PAIRS - 1 :] / n, (x * x).cumsum(-1)[..., MIN_PAIRS - 1 :]
     deviation = np.sqrt(np.maximum((squares - n * mean**2) / (n - 1), np.finfo(float).tiny))
     z = -ndtri(stdtr(n - 1, -np.abs(mean) * np.sqrt(n) / deviation))
