@@ -1,4 +1,4 @@
-"""The verb `certify`, on networks whose automaton is known, against brute force, labels of tasks and aalpy."""
+"""The verb `certify`, on networks whose automaton is known, against brute force and labels of tasks."""
 
 import itertools
 import json
@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from aalpy.automata import MooreMachine
-from aalpy.utils import bisimilar
 from known_networks import (
     REVERSE,
     SMALL,
@@ -32,7 +30,6 @@ from stackexp.certification.automata import (
     Automaton,
     find_difference,
     format_string,
-    minimize,
 )
 from stackexp.certification.certify import harden
 from stackexp.certification.machine import Machine, hash_rows, list_prefixes
@@ -56,7 +53,7 @@ def test_automata_of_regular_tasks_have_the_labels(task):
         batch = TASKS[task].sample(rng, 100, length)
         answers = automaton.outputs[automaton.run(batch.inputs)[:, -1]]
         assert (answers == batch.targets[:, 0]).all()
-    assert minimize(automaton).num_states == automaton.num_states == {"parity_check": 2}.get(task, 5)
+    assert automaton.num_states == {"parity_check": 2}.get(task, 5)
 
 
 @pytest.mark.parametrize("task", STACK_TASKS)
@@ -74,7 +71,7 @@ def test_pushdown_automata_have_the_labels(task):
     assert drawn == listed[4], "every string of the list is a string of the task"
 
 
-def test_automata_are_compared_as_by_brute_force_and_aalpy():
+def test_automata_are_compared_as_by_brute_force():
     rng = np.random.default_rng(1)
     strings = [s for n in range(1, 9) for s in itertools.product(range(2), repeat=n)]
     differing = 0
@@ -86,19 +83,6 @@ def test_automata_are_compared_as_by_brute_force_and_aalpy():
         found = find_difference(first, second)
         assert (found and len(found)) == (expected and len(expected))
         differing += found is not None
-        small = minimize(first)
-        assert find_difference(first, small) is None
-        machines = [
-            MooreMachine.from_state_setup(
-                {
-                    str(i): (int(a.outputs[i]), {s: str(t) for s, t in enumerate(row)})
-                    for i, row in enumerate(a.transitions)
-                }
-            )
-            for a in (first, small)
-        ]
-        assert bisimilar(*machines)
-        assert small.num_states <= 3
     assert 20 < differing < 60
 
 

@@ -49,38 +49,24 @@ def build_automaton(start: Hashable, move: Callable, answer: Callable, num_symbo
     return Automaton(np.array(transitions), np.array([answer(state) for state in states]))
 
 
-def minimize(automaton: Automaton) -> Automaton:
-    """Return the smallest automaton with the same outputs: merge states that no string distinguishes (Moore 1956)."""
-    block, count = automaton.outputs, 0
-    while True:
-        rows = np.column_stack([block, block[automaton.transitions]])
-        _, block = np.unique(rows, axis=0, return_inverse=True)
-        block = block.ravel()
-        if block.max() + 1 == count:
-            break
-        count = block.max() + 1
-    first = {b: int(np.flatnonzero(block == b)[0]) for b in range(count)}
-    return build_automaton(
-        int(block[0]),
-        lambda b, symbol: int(block[automaton.transitions[first[b], symbol]]),
-        lambda b: int(automaton.outputs[first[b]]),
-        automaton.transitions.shape[1],
-    )
-
-
 def find_difference(first: Automaton, second: Automaton) -> tuple[int, ...] | None:
     """Return the shortest string with different outputs, None if there is none.
 
     Searches the product of both automata breadth first. The empty string does not count: it is no input of a task.
     """
-    found: dict[tuple[int, int], tuple[int, ...]] = {(0, 0): ()}
+    found: dict[tuple[int, int], tuple] = {(0, 0): ()}  # (string without its last symbol, as here, last symbol)
     for pair in (pairs := [(0, 0)]):  # grows within the loop
         for symbol in range(first.transitions.shape[1]):
             target = int(first.transitions[pair[0], symbol]), int(second.transitions[pair[1], symbol])
+            string: tuple = found[pair], symbol
             if first.outputs[target[0]] != second.outputs[target[1]]:
-                return (*found[pair], symbol)
+                symbols: list[int] = []
+                while string:
+                    string, last = string
+                    symbols.append(last)
+                return tuple(reversed(symbols))
             if target not in found:
-                found[target] = (*found[pair], symbol)
+                found[target] = string
                 pairs.append(target)
     return None
 

@@ -12,7 +12,7 @@ from aalpy.learning_algs import run_Lstar
 from torch import Tensor
 from torch.nn import functional as F
 
-from stackexp.certification.automata import Automaton, build_automaton, minimize
+from stackexp.certification.automata import Automaton, build_automaton
 from stackexp.certification.machine import (
     Machine,
     hash_rows,
@@ -261,11 +261,6 @@ def _is_equal_in_all_rows(machine: Machine, cache: Cache, tokens: np.ndarray | N
             if found != [expected[row] for row in rows]:
                 return False
     return True
-
-
-def merge_states(closed: Automaton, empty_answer: int) -> Automaton:
-    """Return the smallest automaton of all reached states; the empty string has the answer of the task's automaton."""
-    return minimize(Automaton(closed.transitions, np.array([empty_answer, *closed.outputs[1:]])))
 
 
 def identify_states(contents: list[dict[int, Tensor]], states: np.ndarray) -> dict[int, tuple[float, float]]:
