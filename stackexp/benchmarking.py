@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from stackexp import stack
@@ -114,9 +115,7 @@ def synchronize() -> None:
 def compare(values: Sequence[float], base: Sequence[float]) -> Ratio:
     """Return the ratio of paired measurements."""
     ratios = [value / other for value, other in zip(values, base, strict=True)]
-    if len(ratios) < 2:
-        return Ratio(ratios[0], ratios[0], ratios[0])
-    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
     return Ratio(median, low, high)
 
 
