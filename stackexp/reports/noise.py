@@ -150,12 +150,6 @@ def pool_deviations(values: np.ndarray) -> Deviation:
     return deviation, low, high
 
 
-def measure_pair_deviation(grid: Grid) -> Deviation:
-    """Return the deviation of one pair with a seed and an order of its own, and its interval."""
-    deviation, low, high = map(float, split_variance(grid.differences)[TOTAL])
-    return deviation, low, high
-
-
 def build_noise(base: str, grids: dict[str, Grid]) -> Table:
     """Return a table of the deviations by source."""
     rows = []

@@ -15,7 +15,7 @@ from stackexp.metric_tags import AVERAGED_STEPS, TOKENS_PER_SECOND, TRAIN_LOSS
 from stackexp.reports.arms import OTHER, TRAINING, compare_arms, find_baseline, load_arms, read_losses, select_finished
 from stackexp.reports.compare import format_loss, read_curve
 from stackexp.reports.interventions import build_interventions
-from stackexp.reports.noise import Grid, build_noise, find_grids, measure_pair_deviation, pool_deviations
+from stackexp.reports.noise import TOTAL, Grid, build_noise, find_grids, pool_deviations, split_variance
 from stackexp.reports.report import PALETTE, Report, Table, new_figure
 from stackexp.reports.training_data import DataRecord, compare_data
 from stackexp.runs import RunFolder
@@ -415,7 +415,8 @@ def build_pair_plan(paths: Sequence[Path], effect: float, baseline: str | None =
 def _plan_grids(base: str, grids: dict[str, Grid], effect: float, notes: list[str]) -> Report:
     """Return the noise by source, and the pairs for its total."""
     hours = statistics.median(_list_seconds([pair for grid in grids.values() for pair in grid.pairs])) / 3600
-    lines = [_plan_row(arm, *measure_pair_deviation(grid), effect, hours) for arm, grid in grids.items()]
+    total = {arm: split_variance(grid.differences)[TOTAL] for arm, grid in grids.items()}
+    lines = [_plan_row(arm, float(x), float(low), float(high), effect, hours) for arm, (x, low, high) in total.items()]
     return Report([build_noise(base, grids), _tabulate_plan(effect, lines)], [*notes, _describe_plan(base, effect)], [])
 
 
