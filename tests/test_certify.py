@@ -235,14 +235,14 @@ def test_a_network_that_forgets_differs_after_many_repetitions(tmp_path, capsys)
             break
     for batch_size in (None, 16):
         machine = Machine(model, 2, batch_size=batch_size)
-        found, loops, repeated = regular.repeat_loops(machine, automaton, 3 * wrong_after)
+        found, loops, repeated = regular.repeat_loops(machine, automaton, 3 * wrong_after, 3 * wrong_after)
         assert loops == 8
         assert repeated < loops
         assert len(found) == length
         assert sum(found) % 2 == 1
 
 
-@pytest.mark.parametrize("dense_length", [None, 61, 60, 20])
+@pytest.mark.parametrize("dense_length", [500, 61, 60, 20])
 def test_a_wrong_answer_in_one_phase_of_a_loop_is_found(dense_length):
     found, loops, _ = regular.repeat_loops(Forgetful(), REGULAR["parity_check"](), 500, dense_length)
     assert (found, loops) == ((1,) * 61, 8)
@@ -252,7 +252,7 @@ def test_loops_stop_after_all_states_repeat(parity):
     machine = Machine(load_run(parity[1], parity[3]).model, 2, batch_size=regular.BATCH_SIZE)
     read, lengths = machine.read, []
     machine.read = lambda cache, tokens: lengths.append(cache.length) or read(cache, tokens)
-    assert regular.repeat_loops(machine, REGULAR["parity_check"](), 5000) == (None, 8, 8)
+    assert regular.repeat_loops(machine, REGULAR["parity_check"](), 5000, 5000) == (None, 8, 8)
     assert 200 <= max(lengths) + 1 < 220
 
 

@@ -88,11 +88,11 @@ def sample(machine: Machine, streams: np.ndarray, lengths: Sequence[int]) -> tup
 
 
 def repeat_loops(
-    machine: Machine, automaton: Automaton, length: int, dense_length: int | None = None
+    machine: Machine, automaton: Automaton, length: int, dense_length: int
 ) -> tuple[tuple[int, ...] | None, int, int]:
     """Repeat every word of one or two symbols after a shortest string to each state of the automaton.
 
-    The network answers after every symbol, up to `dense_length` symbols (default: `length`), then after every STRIDE.
+    The network answers after every symbol, up to `dense_length` symbols, then after every STRIDE.
 
     Returns:
         The shortest string with an answer that differs from the automaton's, up to `length` symbols. After
@@ -104,7 +104,6 @@ def repeat_loops(
     strings = list_loops(automaton, length)
     states, cache, repeated, count = automaton.run(strings), Cache(), 0, len(strings)
     expected, previous = automaton.outputs[states], [(b"", -1)] * count
-    dense_length = length if dense_length is None else min(dense_length, length)
     end, size = 0, max(1, (machine.batch_size or 0) // count)  # symbols whose answers are asked in one batch
     while end < length and repeated < count:
         start, end = end, min(end + size, dense_length) if end < dense_length else min(end + STRIDE, length)
