@@ -194,10 +194,14 @@ def _stat_files(folder: Path) -> Iterator[os.stat_result]:
 
 def _read_config(folder: RunFolder, row: Row) -> Row:
     options = folder.read_options()
-    if type(options.get("seed")) is not int:
-        raise RunError(f"{folder.config}: no seed, or not an integer; restore the file")
-    steps = options.get("trainer.max_steps")
-    return options | ({"max_steps": steps} if type(steps) is int else {})
+    required = {"seed": int, "trainer.max_steps": int, "plugins": list}
+    if options.get("data.kind") == "formal_language":
+        required |= {"data.max_length": int, "data.eval_max_length": int}
+    for key, kind in required.items():
+        if type(options.get(key)) is not kind:
+            expected = "a list" if kind is list else "an integer"
+            raise RunError(f"{folder.config}: {key}: expected {expected}, found {options.get(key)!r}; restore the file")
+    return options | {"max_steps": options["trainer.max_steps"]}
 
 
 def _read_state(folder: RunFolder, row: Row) -> Row:

@@ -158,7 +158,9 @@ def test_runs_of_the_predicted_size_are_scored_and_the_file_is_not_changed(writt
     worse = write_run(runs / "transformer-241m-seed=8-0123abcd", "model.memory=null", seed=8)
     finish(worse, 4.0, parameters=241_000_000, tokens=20 * 241_000_000)
     set_start(worse, "2001-01-01T00:00:00+0000")
-    for _ in range(2):
+    for undated in (None, "yesterday"):
+        if undated:
+            set_start(runs / "stacktrans-240m-seed=2-0123abcd", undated)
         code, text = run_report(capsys, runs, "--forecast", file, "--size", "240e6", "--csv", file.with_suffix(".csv"))
         assert code == 0, text
         assert "Forecast for 240M parameters: 3 of 4 inside" in text

@@ -12,6 +12,7 @@ from language_runs import finish, write_run
 
 import stackexp
 from stackexp.cli import main
+from stackexp.config.compose import compose, to_yaml
 from stackexp.errors import RunError
 from stackexp.frame import get_options, get_scores, load_runs, name_arm, read_rows, read_run
 from stackexp.runs import RunFolder
@@ -129,6 +130,26 @@ def test_damage_is_a_state_and_only_regular_files_are_read(runs, file):
         row = read_rows([runs])[0]
         assert row["state"] == "damaged"
         assert "not a regular file" in row["problem"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("seed: 1", "seed: x", "seed: expected an integer, found 'x'"),
+        ("max_steps", "max_step", "trainer.max_steps: expected an integer, found None"),
+        ("plugins: []", "plugins: 5", "plugins: expected a list, found 5"),
+        ("  max_length: 40\n", "", "data.max_length: expected an integer, found None"),
+        ("eval_max_length: 500", "eval_max_length: y", "data.eval_max_length: expected an integer, found 'y'"),
+    ],
+)
+def test_a_config_without_the_options_that_reports_read_is_damaged(tmp_path, change):
+    path = write_run(tmp_path / "runs/a") / "config.yaml"
+    before, after, problem = change
+    text = to_yaml(compose(["formal/lstm"], ["seed=1"]))
+    assert before in text
+    path.write_text(text.replace(before, after))
+    (row,) = read_rows(tmp_path / "runs")
+    assert (row["state"], row["problem"]) == ("damaged", f"{path}: {problem}; restore the file")
 
 
 def test_metrics_are_read_in_bounded_memory(runs):

@@ -286,12 +286,14 @@ def test_other_folders_are_skipped_with_a_note(runs):
     with pytest.raises(RunError, match=r"no finished run on a formal language \(1 runs are unfinished or not tested"):
         collect_results([runs], ALL_LENGTHS)
     finish(run, beyond=0.5)
+    options = "seed: 0\nplugins: []\ntrainer: {max_steps: 1}\n"
     other = runs.parent / "quickstart" / "id"
     other.mkdir(parents=True)
     (other / ".stackexp").touch()
-    (other / "config.yaml").write_text("seed: 0\ndata: {kind: stdlib}\n")
+    (other / "config.yaml").write_text(f"{options}data: {{kind: stdlib}}\n")
     without_task = write_run(runs / "no-task", "LSTM", "even_pairs")
-    (without_task / "config.yaml").write_text("seed: 0\nmodel: {kind: lstm}\ndata: {kind: formal_language}\n")
+    data = "data: {kind: formal_language, max_length: 40, eval_max_length: 500}\n"
+    (without_task / "config.yaml").write_text(f"{options}model: {{kind: lstm}}\n{data}")
     text = format_formal(runs.parent)
     assert f"- skipped, not a formal language: {without_task}, {other}\n" in text
     with pytest.raises(RunError, match=r"^nothing: no such folder; give run folders"):

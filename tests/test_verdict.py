@@ -295,6 +295,12 @@ def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):
     assert {"transformer", "adapter", "residual_scale", "queue", "transformer_flops"} <= arms.keys()
     assert main([*command, "trainer.max_steps=600"]) == 2
     assert "has other overrides" in capsys.readouterr().err
+    for damaged in ("[", "[1]"):
+        whole = path.read_text()
+        path.write_text(damaged)
+        assert main(command) == 2
+        assert capsys.readouterr().err.startswith(f"error: {path}:")
+        path.write_text(whole)
     Path("other").mkdir()
     Path("other/small.yaml").write_text("defaults: [ablation/small]\n")
     assert main(["verdict", "--memory", "queue", "--config", "other/small.yaml", "--dry-run"]) == 2
@@ -320,6 +326,12 @@ def test_pairs_are_planned_from_runs_on_record(capsys):
     assert 15 < int(pooled[-2]) < 60
     assert main(["plan", "--effect", "0.01"]) == 2
     assert "--effect requires --runs" in capsys.readouterr().err
+    command[2] = "1e-9"
+    assert main(command) == 0
+    assert "over 10000" in capsys.readouterr().out
+    command[2] = "inf"
+    assert main(command) == 2
+    assert "--effect: expected a finite number above 0, found inf" in capsys.readouterr().err
 
 
 def test_overrides_of_the_search_do_not_reach_the_pairs(question):

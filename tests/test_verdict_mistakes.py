@@ -77,8 +77,9 @@ def test_the_plan_holds_for_one_config_and_one_version(question, capsys):
     plan.unlink()
     assert "but verdict.json is missing; restore it" in question.run(expect=1)
     written.pop("sha256")
-    for change in ({"version": 2}, {"question": written["question"] | {"new_key": 1}}):
-        plan.write_text(json.dumps(written | change))
+    changes = ({"version": 2}, {"question": written["question"] | {"new_key": 1}}, {"question": 5})
+    for damaged in (5, *(written | change for change in changes)):
+        plan.write_text(json.dumps(damaged))
         assert main(["verdict", str(question.path), "--report"]) == 1
         assert "not a plan of this version" in capsys.readouterr().err
 

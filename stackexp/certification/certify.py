@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import platform
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -397,7 +398,7 @@ def certify_brackets(
 
 def write_certificate(result: Certificate, loaded: LoadedRun, folder: Path, seconds: float) -> None:
     """Write certificate.json and automaton.png."""
-    command = " ".join(["python -m stackexp certify", *sys.argv[2:]]) if len(sys.argv) > 1 else None
+    command = shlex.join(["python", "-m", "stackexp", *sys.argv[1:]]) if sys.argv[1:2] == ["certify"] else None
     write_json(
         folder / "certificate.json",
         {

@@ -295,10 +295,13 @@ def _check_dates(written: str, points: Sequence[Point]) -> list[str]:
     """Return notes about runs that had started before the forecast was written, or whose start is not recorded."""
     early, unknown = [], []
     for point in points:
-        started = next(iter(RunFolder(Path(point.path)).read_sessions()), {}).get("started")
-        if started is None:
+        session = next(iter(RunFolder(Path(point.path)).read_sessions()), {})
+        try:
+            started = datetime.strptime(session["started"], DATE_FORMAT)
+        except (KeyError, TypeError, ValueError):
             unknown.append({"path": point.path})
-        elif datetime.strptime(started, DATE_FORMAT) < datetime.strptime(written, DATE_FORMAT):
+            continue
+        if started < datetime.strptime(written, DATE_FORMAT):
             early.append({"path": point.path})
     reason = "started before the forecast was written, so no test of it"
     return [*list_paths(reason, early), *list_paths("without a recorded start", unknown)]

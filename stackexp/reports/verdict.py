@@ -21,6 +21,7 @@ from stackexp.reports.training_data import DataRecord, compare_data
 from stackexp.runs import RunFolder
 from stackexp.sequential import (
     LEVEL,
+    MAX_PLANNED,
     POWER,
     Judgment,
     Word,
@@ -439,5 +440,6 @@ def _describe_plan(base: str, effect: float) -> str:
 
 def _plan_row(arm: str, deviation: float, low: float, high: float, effect: float, hours: float) -> list[str]:
     pairs = count_pairs(effect, deviation)
-    time = f"{pairs * hours:.1f}" if math.isfinite(hours) else ABSENT
-    return [arm, f"{deviation:.4f} ({low:.4f} to {high:.4f})", str(pairs), time]
+    above = "over " if pairs == MAX_PLANNED else ""
+    time = f"{above}{pairs * hours:.1f}" if math.isfinite(hours) else ABSENT
+    return [arm, f"{deviation:.4f} ({low:.4f} to {high:.4f})", f"{above}{pairs}", time]

@@ -5,10 +5,12 @@ from typing import Any
 
 import yaml
 
-from stackexp.config.compose import compose
+from stackexp.config.compose import build_dataclass, compose
 from stackexp.config.layers import split_overrides
+from stackexp.config.yaml_files import read_file
 from stackexp.errors import ConfigError
 from stackexp.files import write_atomically
+from stackexp.sweeps.question import VerdictConfig
 
 QUESTION = "question.yaml"
 PLAIN, PARAMETERS, FLOPS, STREAM = "transformer", "transformer_wide", "transformer_flops", "wider_stream"
@@ -65,10 +67,10 @@ def write_question(names: list[str], overrides: list[str], memory: str) -> Path:
         if key in chosen:
             raise ConfigError(f"{key} is chosen by the verdict; set it in a config of your own, for --config", origin)
     if path.is_file():
-        existing = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        if existing.get("config") != names:
-            raise ConfigError(f"{path}: is for the config {existing.get('config')}; move the folder elsewhere")
-        if existing.get("overrides", []) != overrides:
+        existing = build_dataclass(VerdictConfig, read_file(path)[1])
+        if existing.config != names:
+            raise ConfigError(f"{path}: is for the config {existing.config}; move the folder elsewhere")
+        if existing.overrides != overrides:
             raise ConfigError(f"{path}: has other overrides; change them there, or move the folder elsewhere")
     else:
         path.parent.mkdir(parents=True, exist_ok=True)

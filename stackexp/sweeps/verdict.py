@@ -253,13 +253,14 @@ class Verdict:
         if not path.is_file():
             return None
         contents = read_json(path)
-        if "sha256" in contents and not has_valid_sha256(contents):  # earlier versions wrote none
-            raise RunError(f"{path}: its contents differ from their sha256; restore the file")
         try:
             plan = Plan(**{key: value for key, value in contents.items() if key != "sha256"})
+            fixed = {"equal": "tokens"} | plan.question  # older plans have fewer keys
         except (TypeError, AttributeError):
             raise RunError(f"{path}: not a plan of this version; move the folder elsewhere") from None
-        ours, fixed = self._describe_question(), {"equal": "tokens"} | plan.question  # older plans have fewer keys
+        if "sha256" in contents and not has_valid_sha256(contents):  # earlier versions wrote none
+            raise RunError(f"{path}: its contents differ from their sha256; restore the file")
+        ours = self._describe_question()
         if plan.version != Plan.version or not fixed.keys() <= ours.keys():
             raise RunError(f"{path}: not a plan of this version; move the folder elsewhere")
         if changed := [key for key, value in fixed.items() if ours[key] != value]:

@@ -1,6 +1,7 @@
 """Predict the cost of a run, and find models of equal cost."""
 
 import json
+import math
 from argparse import Namespace
 from pathlib import Path
 
@@ -66,8 +67,8 @@ class Plan(Verb):
 def _plan_pairs(args: Namespace) -> int:
     if args.effect is None or not args.runs:
         args.parser.error("--effect requires --runs, and --runs requires --effect")
-    if not args.effect > 0:
-        args.parser.error(f"--effect: expected a number above 0, found {args.effect}")
+    if not 0 < args.effect < math.inf:
+        args.parser.error(f"--effect: expected a finite number above 0, found {args.effect}")
     unused = {"--config": args.config, "--json": args.json, "--device": args.device != DEFAULT_DEVICE}
     unused |= {"--mfu": args.mfu != DEFAULT_MFU} | dict.fromkeys(args.overrides, True)
     for option in (option for option, is_given in unused.items() if is_given):
