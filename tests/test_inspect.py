@@ -9,7 +9,7 @@ import pytest
 from corpora import TEXTS, json_lines, prepare_set
 
 from stackexp.cli import main
-from stackexp.data.inspection import DocumentLengths
+from stackexp.data.inspection import measure_documents
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import write_token_file
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
@@ -180,10 +180,7 @@ def test_document_lengths_do_not_depend_on_block_size():
     assert tokens[-1] != 0, "the last document must have no end"
     expected = np.diff(np.append(ends, len(tokens) - 1), prepend=-1)
     for size in (1, 7, 1000, 5000):
-        lengths = DocumentLengths(0)
-        for begin in range(0, len(tokens), size):
-            lengths.add_tokens(tokens[begin : begin + size])
-        found = lengths.summarize()
+        found = measure_documents((tokens[begin : begin + size] for begin in range(0, len(tokens), size)), 0)
         assert found["documents"] == len(expected)
         assert found["mean_length"] == pytest.approx(expected.mean())
         for name, share in (("median_length", 0.5), ("90th_percentile_length", 0.9), ("longest", 1)):

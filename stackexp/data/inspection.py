@@ -3,6 +3,7 @@
 import shlex
 import textwrap
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,43 +27,30 @@ SHOWN_IDS = 64  # ids shown of a sample without a tokenizer
 SHOWN_LINES, SHOWN_COLUMNS = 12, 160
 
 
-class DocumentLengths:
-    """The number of documents of each length in a stream of token blocks.
+def measure_documents(blocks: Iterable[np.ndarray], end: int) -> dict[str, Any]:
+    """Return the number of documents, and mean, median, 90th percentile and maximum of their lengths, in tokens.
 
-    Each document ends with the token `end`, which counts as part of it.
+    The blocks [N] are a stream of token ids. Each document ends with the id `end`, which counts as part of it. The last
+    document may have no end.
     """
-
-    def __init__(self, end: int) -> None:
-        self._end = end
-        self._counts: Counter[int] = Counter()
-        self._open = 0  # tokens of the document that has not ended yet
-
-    def add_tokens(self, tokens: np.ndarray) -> None:
-        """Count the documents that end in the next tokens [N] of the stream."""
-        ends = np.flatnonzero(tokens == self._end)
-        if len(ends):
-            values, counts = np.unique(np.diff(ends, prepend=-1 - self._open), return_counts=True)
-            self._counts.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-            self._open = len(tokens) - 1 - int(ends[-1])
-        else:
-            self._open += len(tokens)
-
-    def summarize(self) -> dict[str, Any]:
-        """Return the number of documents, and mean, median, 90th percentile and maximum of their lengths, in tokens.
-
-        The last document of the stream may have no end token.
-        """
-        counts = self._counts + Counter({self._open: 1} if self._open else {})
-        lengths = np.array(sorted(counts))
-        cumulative = np.cumsum([counts[length] for length in lengths])
-        median, ninth_decile = lengths[np.searchsorted(cumulative, cumulative[-1] * np.array([0.5, 0.9]))].tolist()
-        return {
-            "documents": counts.total(),
-            "mean_length": sum(length * count for length, count in counts.items()) / counts.total(),
-            "median_length": median,
-            "90th_percentile_length": ninth_decile,
-            "longest": max(counts),
-        }
+    counts: Counter[int] = Counter()
+    unfinished = 0  # tokens of the document that has not ended yet
+    for tokens in blocks:
+        ends = np.flatnonzero(tokens == end)
+        counts.update(np.diff(ends, prepend=-1 - unfinished).tolist())
+        unfinished = len(tokens) - 1 - int(ends[-1]) if len(ends) else unfinished + len(tokens)
+    if unfinished:
+        counts[unfinished] += 1
+    lengths = np.array(sorted(counts))
+    cumulative = np.cumsum([counts[length] for length in lengths])
+    median, ninth_decile = lengths[np.searchsorted(cumulative, cumulative[-1] * np.array([0.5, 0.9]))].tolist()
+    return {
+        "documents": counts.total(),
+        "mean_length": sum(length * count for length, count in counts.items()) / counts.total(),
+        "median_length": median,
+        "90th_percentile_length": ninth_decile,
+        "longest": max(counts),
+    }
 
 
 @dataclass(frozen=True)
@@ -201,10 +189,9 @@ def _inspect_prepared_set(inspection: Inspection, options: InspectOptions) -> No
         inspection.damage.append(str(error))
         return
     if not inspection.damage:
-        lengths = DocumentLengths(get_end_of_text_id(tokenizer))
-        for number in range(len(entries)):
-            lengths.add_tokens(token_set.map_shard(number).ravel())
-        inspection.figures |= lengths.summarize() | {"documents": corpus.documents}
+        blocks = (token_set.map_shard(number).ravel() for number in range(len(entries)))
+        figures = measure_documents(blocks, get_end_of_text_id(tokenizer))
+        inspection.figures |= figures | {"documents": corpus.documents}
     for index in options.choose_samples(len(token_set)):
         if is_intact[int(np.searchsorted(token_set.begins, index, side="right")) - 1]:
             ids = token_set[index][:SAMPLE_LENGTH].tolist()
@@ -230,7 +217,13 @@ def _inspect_token_file(inspection: Inspection, options: InspectOptions) -> None
         end: int | None = record.end_of_text
     else:
         end = get_end_of_text_id(known.tokenizer) if known else find_end_of_text(tokens)
-    largest = _count_documents(inspection, tokens, end)
+    largest = int(tokens.max())
+    inspection.figures = {"tokens": len(tokens), "largest_id": largest, "end_of_text": end, "dtype": tokens.dtype.name}
+    if end is None:
+        inspection.notes.append("documents not counted: end-of-text is unknown; name the tokenizer with --tokenizer")
+    else:
+        bar = open_bar(range(0, len(tokens), BLOCK), desc="reading", delay=BAR_DELAY_SECONDS)
+        inspection.figures |= measure_documents((tokens[begin : begin + BLOCK] for begin in bar), end)
     if record:
         names = ("tokenizer", "vocab_size", "source")
         inspection.figures |= {name: getattr(record, name) for name in names}
@@ -244,19 +237,3 @@ def _inspect_token_file(inspection: Inspection, options: InspectOptions) -> None
         for index in options.choose_samples(-(-len(tokens) // SAMPLE_LENGTH)):
             begin = index * SAMPLE_LENGTH
             inspection.samples[f"from token {begin:,}"] = options.decode(tokens[begin : begin + SAMPLE_LENGTH])
-
-
-def _count_documents(inspection: Inspection, tokens: np.ndarray, end: int | None) -> int:
-    """Describe the ids and the lengths of the documents, and return the largest id."""
-    lengths, largest = None if end is None else DocumentLengths(end), 0
-    for begin in open_bar(range(0, len(tokens), BLOCK), desc="reading", delay=BAR_DELAY_SECONDS):
-        block = np.asarray(tokens[begin : begin + BLOCK])
-        largest = max(largest, int(block.max()))
-        if lengths:
-            lengths.add_tokens(block)
-    inspection.figures = {"tokens": len(tokens), "largest_id": largest, "end_of_text": end, "dtype": tokens.dtype.name}
-    if lengths:
-        inspection.figures |= lengths.summarize()
-    else:
-        inspection.notes.append("documents not counted: end-of-text is unknown; name the tokenizer with --tokenizer")
-    return largest
