@@ -106,4 +106,4 @@ def test_a_prepared_set_has_the_same_tokens_and_fewer_cut_documents(short_texts,
         assert main(["data", "inspect", str(tmp_path / name)]) == 0
         assert ("cut documents" in capsys.readouterr().out) == is_counted
     assert main(["data", "prepare", *many[:-2], "--context-length", "512", "--unit-bytes", "30000"]) == 1
-    assert "another packing (best_fit, not none)" in capsys.readouterr().err
+    assert "another packing (best_fit, not concatenate)" in capsys.readouterr().err

@@ -183,7 +183,7 @@ def test_another_filter_or_column_needs_another_folder(source, tmp_path):
     for columns in (Columns(), Columns(filters=COLUMNS.filters[:1])):
         with pytest.raises(RunError, match=r"prepared with another filter \(\['int_score>=3', 'language==en'\], not"):
             prepare_set(source, tmp_path / "set", columns=columns)
-    with pytest.raises(RunError, match=r"prepared with another text column \(none, not url\)"):
+    with pytest.raises(RunError, match=r"prepared with another text column \(text, not url\)"):
         prepare_set(source, tmp_path / "set", columns=Columns("url", COLUMNS.filters))
 
 

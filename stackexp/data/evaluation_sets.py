@@ -229,7 +229,7 @@ def convert_text(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
         raise RunError(f"{path}: is text, but the model's tokenizer is unknown; set data.path to its training data")
     names = [[source.name, compute_sha256(Path(source.path))] for source in sources]  # the suffix is the format
     digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-    key = [digest, compute_fingerprint(tokenizer), "with text_bytes"]
+    key = [digest, compute_fingerprint(tokenizer)]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     target = get_cache_root() / "sets" / f"{path.name.split('.')[0]}-{name}.npy"
     with explain_failed_writes(target, CACHE_REMEDY):

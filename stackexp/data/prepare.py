@@ -116,9 +116,10 @@ class Preparation:
             "tokenizer": compute_fingerprint(load_tokenizer(self.tokenizer)) if self.tokenizer else trained,
             "context length": self.context_length,
             "unit bytes": self.unit_bytes,
-            **self.columns.record(),
-            **({"dtype": self.dtype} if self.dtype else {}),
-            **({"packing": self.packing} if self.packing != "concatenate" else {}),
+            "text column": self.columns.text,
+            "filter": [str(condition) for condition in self.columns.filters],
+            "dtype": self.dtype,
+            "packing": self.packing,
             "sources": [source.record for source in self.sources],
         }
 
@@ -135,9 +136,8 @@ def _record_plan(record: dict, folder: Path) -> None:
         differences = set(map(tuple, earlier["sources"])) ^ set(map(tuple, record["sources"]))
     except (KeyError, TypeError) as error:
         raise RunError(f"{path}: corrupt; {remedy}") from error
-    for key in {**record, **earlier}:
-        old, new = earlier.get(key), record.get(key)
-        if key != "sources" and old != new:
+    for key, new in record.items():
+        if key != "sources" and (old := earlier.get(key)) != new:
             raise RunError(f"{folder}: prepared with another {key} ({old or 'none'}, not {new or 'none'}); {remedy}")
     if differences:
         first, *others = sorted({name for name, *_ in differences})

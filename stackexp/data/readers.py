@@ -91,11 +91,6 @@ class Columns:
     text: str = "text"
     filters: tuple[Filter, ...] = ()
 
-    def record(self) -> dict[str, Any]:
-        """Return what differs from the defaults, for plan.json."""
-        record: dict[str, Any] = {"text column": self.text} if self.text != "text" else {}
-        return record | ({"filter": [str(condition) for condition in self.filters]} if self.filters else {})
-
 
 ALL_TEXT = Columns()
 

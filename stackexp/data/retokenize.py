@@ -165,10 +165,8 @@ class Retokenizer:
                 )
 
 
-def _describe_layout(file: TokenFile) -> str | None:
-    """Return the type of the ids and a hash of the ends of documents; None for a raw file of uint16."""
-    if file.document_ends is None and file.tokens.dtype == np.uint16:
-        return None
+def _describe_layout(file: TokenFile) -> str:
+    """Return the type of the ids and a hash of the ends of documents."""
     ends = b"" if file.document_ends is None else np.ascontiguousarray(file.document_ends).tobytes()
     return f"{file.tokens.dtype.str} {hashlib.sha256(ends).hexdigest()[:16]}"
 

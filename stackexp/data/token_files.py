@@ -55,7 +55,7 @@ class FileRecord:
     source_sha256: str | None = None  # the file from which it was retokenized
     source_tokenizer: str | None = None  # fingerprint of the tokenizer that decoded that file
     source_end_of_text: int | None = None
-    source_layout: str | None = None  # type of its ids and a hash of its index; None for raw ids of 2 bytes
+    source_layout: str | None = None  # type of its ids and a hash of its index
     end_of_text: int | None = None  # the id that ends a document
     documents: int | None = None
     text_bytes: int | None = None  # UTF-8 size of the encoded text

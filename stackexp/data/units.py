@@ -80,7 +80,7 @@ def name_unit(sources: Sequence[Source]) -> str:
 
 
 def read_unit(folder: Path) -> Unit:
-    """Read unit.json. Raises RunError if it is missing, corrupt or of the earlier format."""
+    """Read unit.json. Raises RunError if it is missing or corrupt."""
     try:
         return build_record(Unit, read_json(folder / RECORD))
     except (OSError, RunError, TypeError) as error:
