@@ -212,7 +212,6 @@ def test_recipe_ignores_execution_and_thoroughness(runs):
     finish(other, beyond=0.7, stride=9, sequences=64)
     old = finish(write_run(runs / "c", "LSTM", "odds_first", seed=2), beyond=0.6) / "config.yaml"
     tree = yaml.safe_load(old.read_text())
-    tree["init"] = tree.pop("warm_start")  # its former name
     assert (tree["trainer"].pop("z_loss"), tree["trainer"].pop("spike_threshold")) == (0.0, 6.0)
     old.write_text(yaml.safe_dump(tree))
     report = format_formal(runs)

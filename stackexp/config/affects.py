@@ -1,7 +1,7 @@
 """Select options by what they affect, for resume, sweep trials and reports.
 
 Options are a flat mapping {full key: value}; see `flatten_config`. Keys that are not in the schema (from a plugin that
-is not imported, or from an older version) count as `training`.
+is not imported, or removed since) count as `training`.
 """
 
 import dataclasses

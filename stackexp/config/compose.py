@@ -30,7 +30,7 @@ from stackexp.config.fields import (
 )
 from stackexp.config.layers import Layers, find_config, find_origin, list_sections
 from stackexp.config.registry import SECTIONS, find_kinds_with, get_entry, import_plugin, list_kinds
-from stackexp.config.yaml_files import NOT_DECIMAL, Leaf, Tree, explain_not_decimal, upgrade_run_options
+from stackexp.config.yaml_files import NOT_DECIMAL, Leaf, Tree, explain_not_decimal
 from stackexp.errors import find_closest, suggest_name
 
 RENAMED_KEYS = {
@@ -43,7 +43,6 @@ RENAMED_KEYS = {
     "trainer.checkpoint_minutes": "trainer.checkpoint_interval_minutes",
     "trainer.collective_timeout": "trainer.collective_timeout_seconds",
 }
-RUN_FILES = (".stackexp", "environment.json")  # of a run folder, whose config.yaml may be of an earlier version
 REMOVED_KEYS = {
     "beside": "run a sweep instead",
     "logging.tensorboard": "add tensorboard to logging.loggers, or remove it there",
@@ -71,10 +70,7 @@ def compose(
     """
     layers = Layers()
     for name in configs:
-        path = find_config(name)
-        layers.add_file(path)
-        if path.name == "config.yaml" and any((path.parent / name).exists() for name in RUN_FILES):
-            upgrade_run_options(layers.tree)
+        layers.add_file(find_config(name))
     layers.add_overrides(list(overrides))
     if configs and "name" not in layers.tree:
         names = [Path(name).stem if name.endswith((".yaml", ".yml")) else name for name in configs]

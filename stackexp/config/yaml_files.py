@@ -163,32 +163,13 @@ def read_options(path: Path) -> dict[str, Any]:
         sections = filter(None, re.split(r"(?m)^(?=[a-z_]+:)", file.read()))
         if options := {key: value for section in sections for key, value in _read_section(section).items()}:
             return options
-    return flatten(upgrade_run_options(read_file(path)[1]))
+    return flatten(read_file(path)[1])
 
 
 @functools.lru_cache(maxsize=10_000)
 def _read_section(text: str) -> dict[str, Any]:
     """Return the keys of one section. Most sections of the runs of a sweep are equal, so their values are kept."""
-    return flatten(upgrade_run_options(_Reader(text, lambda line: "").get_single_data()))
-
-
-def upgrade_run_options(tree: Tree) -> Tree:
-    """Give the keys and values that an earlier version wrote to a run's config their current names, in place."""
-    if "init" in tree:
-        tree["warm_start"] = tree.pop("init")
-    logging = tree.get("logging")
-    if isinstance(logging, dict) and logging.keys() & {"tensorboard", "mirrors"}:
-        old = {key: value.value if isinstance(value, Leaf) else value for key, value in logging.items()}
-        names = [*(["tensorboard"] if old.get("tensorboard", True) else []), *old.get("mirrors", [])]
-        for key in old.keys() & {"tensorboard", "mirrors"}:
-            del logging[key]
-        logging["loggers"] = Leaf(names, "")
-    trainer = tree.get("trainer")
-    if isinstance(trainer, dict):
-        loss = trainer.get("cross_entropy")
-        if loss == "liger" or (isinstance(loss, Leaf) and loss.value == "liger"):
-            trainer["cross_entropy"] = Leaf("chunked", "")  # computes the same loss
-    return tree
+    return flatten(_Reader(text, lambda line: "").get_single_data())
 
 
 def read_value(text: str, origin: str) -> Leaf | Tree:
