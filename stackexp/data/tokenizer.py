@@ -1,6 +1,5 @@
 """Tokenizers: training, loading, encoding documents, and the text bytes of each token."""
 
-import contextlib
 import hashlib
 import json
 import re
@@ -138,8 +137,7 @@ def count_token_bytes(tokenizer: Tokenizer, size: int | None = None) -> np.ndarr
     for index, data in list_token_bytes(tokenizer).items():
         table[index] = len(data)
     table[[token["id"] for token in json.loads(tokenizer.to_str())["added_tokens"] if token["special"]]] = 0
-    with contextlib.suppress(RunError):  # a tokenizer without end-of-text
-        table[get_end_of_text_id(tokenizer)] = 0  # even if it is not marked special
+    table[get_end_of_text_id(tokenizer)] = 0  # even if it is not marked special
     return table
 
 
@@ -178,19 +176,15 @@ def decodes_exactly(tokenizer: Tokenizer, ids: np.ndarray) -> bool:
     return bool(whole) and all(int(table[document].sum()) == len(text.encode()) for document, text in whole)
 
 
-def tokenize_pieces(pieces: Iterable[Piece | TokenBlock], tokenizer: Tokenizer) -> Iterator[TokenBlock]:
+def tokenize_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[TokenBlock]:
     """Yield the tokens of all documents in order, in batches; each document ends with end-of-text.
 
-    The ids are those of the whole documents, even if these come in pieces. Token blocks among the pieces pass through
-    unchanged, so an input holds either text or tokens. Raises RunError if a document is too long to be encoded at once
-    and cannot be cut.
+    The ids are those of the whole documents, even if these come in pieces. Raises RunError if a document is too long to
+    be encoded at once and cannot be cut.
     """
     batch: list[Piece] = []
     characters = 0
     for piece in _cut_documents(pieces, tokenizer):
-        if isinstance(piece, TokenBlock):
-            yield piece
-            continue
         batch.append(piece)
         characters += len(piece.text)
         if len(batch) == BATCH_PIECES or characters >= BATCH_CHARACTERS:
@@ -200,13 +194,10 @@ def tokenize_pieces(pieces: Iterable[Piece | TokenBlock], tokenizer: Tokenizer) 
         yield _encode(batch, tokenizer)
 
 
-def _cut_documents(pieces: Iterable[Piece | TokenBlock], tokenizer: Tokenizer) -> Iterator[Piece | TokenBlock]:
+def _cut_documents(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Piece]:
     """Yield documents in pieces of about PIECE_CHARACTERS, cut only where that does not change the ids."""
     text, searched = "", 0  # the rest of the document, and the length that has been searched for cuts
     for piece in pieces:
-        if isinstance(piece, TokenBlock):
-            yield piece
-            continue
         text, begin = text + piece.text, 0
         while len(text) > searched + PIECE_CHARACTERS:
             searched += PIECE_CHARACTERS

@@ -54,6 +54,7 @@ from stackexp.terminal import open_bar
 
 BAD_LINES = "bad_lines.log"  # lines "file:line: reason", in each unit and in the merged set
 RECORD = "unit.json"
+COUNTS = ("documents", "bad_lines", "filtered_documents", "cut_documents", "cut_by_concatenation")  # of units and sets
 TAILS = "tails"  # folder of the sequences packed from the tails of the units
 
 
@@ -120,14 +121,16 @@ def write_unit(
     items: Iterable[Piece | TokenBlock | BadLine | FilteredOut],
     tokenizer: Tokenizer,
     context_length: int,
-    sources: Iterable[Source] = (),
+    sources: Sequence[Source] = (),
     packing: Packing = "concatenate",
 ) -> Unit:
-    """Tokenize documents and write them to `folder`, which is empty, as a unit."""
+    """Write documents, or the ids of token files, to `folder`, which is empty, as a unit."""
     unit = Unit(tokenizer=compute_fingerprint(tokenizer), sources=[source.record for source in sources])
     writer = SequenceWriter(folder, context_length, choose_token_dtype(get_vocab_size(tokenizer)))
     packer = BestFitPacker(writer.write, context_length, get_end_of_text_id(tokenizer))
-    for block in tokenize_pieces(_count_others(items, unit, folder / BAD_LINES), tokenizer):
+    documents: Any = _count_others(items, unit, folder / BAD_LINES)
+    has_tokens = any(source.has_tokens for source in sources)  # then all have
+    for block in documents if has_tokens else tokenize_pieces(documents, tokenizer):
         (packer if packing == "best_fit" else writer).write(block.ids)
         unit.documents += block.documents
         unit.bytes = None if unit.bytes is None or not block.has_known_bytes else unit.bytes + block.bytes
@@ -357,16 +360,12 @@ def merge_units(
         tokenizer=fingerprint,
         vocab_size=vocab_size,
         context_length=context_length,
-        documents=sum(unit.documents for unit in units),
         tokens=tokens,
         bytes=sum(sizes) if len(sizes) == len(units) else 0,
         sequences=(tokens - dropped) // context_length,
         dropped_tokens=dropped,
-        bad_lines=sum(unit.bad_lines for unit in units),
-        filtered_documents=sum(unit.filtered_documents for unit in units),
-        cut_documents=sum(unit.cut_documents for unit in units),
-        cut_by_concatenation=sum(unit.cut_by_concatenation for unit in units),
         sources=sources,
+        **{name: sum(getattr(unit, name) for unit in units) for name in COUNTS},
     )
     with open(folder / BAD_LINES, "wb") as log:
         for name in names:
