@@ -30,7 +30,7 @@ from stackexp.config.fields import (
 )
 from stackexp.config.layers import Layers, find_config, find_origin, list_sections
 from stackexp.config.registry import SECTIONS, find_kinds_with, get_entry, import_plugin, list_kinds
-from stackexp.config.yaml_files import NOT_DECIMAL, Leaf, Tree, explain_not_decimal
+from stackexp.config.yaml_files import NOT_DECIMAL, Leaf, Tree, explain_not_decimal, iterate_leaves
 from stackexp.errors import find_closest, suggest_name
 
 RENAMED_KEYS = {
@@ -124,18 +124,10 @@ def build_dataclass(cls: type, tree: Tree) -> Any:
 
 def _convert(root: DictConfig, tree: Tree) -> tuple[Any, dict[str, str]]:
     """Fill a schema from a tree and resolve interpolations; return the dataclass and the origins of its values."""
-    origins = {key: leaf.origin for key, leaf in _iterate_leaves(tree)}
+    origins = {key: leaf.origin for key, leaf in iterate_leaves(tree)}
     _fill(root, tree, "", root)
     _resolve(root, origins)
     return OmegaConf.to_object(root), origins
-
-
-def _iterate_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Leaf]]:
-    for key, value in tree.items():
-        if isinstance(value, Leaf):
-            yield path + key, value
-        else:
-            yield from _iterate_leaves(value, f"{path}{key}.")
 
 
 def _build_schema(tree: Tree) -> DictConfig:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -202,12 +202,15 @@ def _describe_kind(node: yaml.Node | None) -> str:
     return {"scalar": "a single value", "sequence": "a list", "mapping": "a mapping"}[node.id] if node else "nothing"
 
 
-def flatten(tree: Tree, path: str = "") -> dict[str, Any]:
+def flatten(tree: Tree) -> dict[str, Any]:
     """Return a nested mapping, or a file's tree, as {full key: value}: {"a": {"b": 1}} -> {"a.b": 1}."""
-    flat: dict[str, Any] = {}
+    return {key: value.value if isinstance(value, Leaf) else value for key, value in iterate_leaves(tree)}
+
+
+def iterate_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the full keys of a nested mapping and their values or leaves."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat |= flatten(value, f"{path}{key}.")
+            yield from iterate_leaves(value, f"{path}{key}.")
         else:
-            flat[path + key] = value.value if isinstance(value, Leaf) else value
-    return flat
+            yield path + key, value
