@@ -21,10 +21,6 @@ pytestmark = pytest.mark.usefixtures("cache")
 BAD = {
     "less than a chunk": (lambda f: write_raw(f / "x.npy", [1] * (T - 1)), "15 tokens do not fill one chunk of data"),
     "ids too large": (lambda f: write_raw(f / "x.npy", [1] * 50 + [V]), "token id 300 at position 50 is outside"),
-    "raw ids of 4 bytes": (
-        lambda f: (f / "x.npy").write_bytes(np.array(IDS, "<u4").tobytes()),
-        "its ids seem to have 4 bytes.* give --dtype to .*data retokenize",
-    ),
     "negative ids": (lambda f: np.save(f / "x.npy", np.full(50, -1)), "token id -1"),
     "an unknown suffix": (lambda f: (f / "x.csv").write_bytes(b"x"), "unknown suffix; expected one of"),
     "no text": (lambda f: (f / "x.jsonl").write_bytes(b"\n"), "contains no tokens"),
