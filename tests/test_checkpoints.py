@@ -184,7 +184,7 @@ def test_a_consolidated_file_has_the_weights_and_the_config(saved, tmp_path):
         assert opened.metadata()["stackexp_config"] == to_yaml(QUICKSTART)
     assert {path.name for path in tmp_path.iterdir()} == {saved.name, file.name}
     again = []
-    for _ in range(8):  # safetensors writes the metadata in any order
+    for _ in range(8):  # safetensors would write several keys of metadata in any order
         checkpoints.average_checkpoints([saved], file, QUICKSTART)
         again.append(file.read_bytes())
     assert len(set(again)) == 1

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -407,9 +407,8 @@ def write_weights(tensors: dict[str, Tensor], target: Path, config: str) -> int:
     """
     partial = make_temporary_path(target)
     try:
-        save_file(tensors, partial, metadata={"format": "pt", CONFIG_KEY: config})
-        with open(partial, "r+b") as file:
-            _sort_metadata(file)
+        save_file(tensors, partial, metadata={CONFIG_KEY: config})  # one key: safetensors orders several at random
+        with open(partial, "rb") as file:
             sync_file(file)
         os.replace(partial, target)
     except SafetensorError as error:
@@ -417,17 +416,6 @@ def write_weights(tensors: dict[str, Tensor], target: Path, config: str) -> int:
     finally:
         partial.unlink(missing_ok=True)
     return len(tensors)
-
-
-def _sort_metadata(file: IO[bytes]) -> None:
-    """Sort the metadata in the header, so that equal weights give equal files; safetensors writes them in any order."""
-    length = int.from_bytes(file.read(8), "little")
-    header = json.loads(file.read(length))
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    assert len(text) <= length, "only the order changes"
-    file.seek(8)
-    file.write(text.ljust(length))
 
 
 def read_config(path: Path) -> dict[str, Any]:
