@@ -3,13 +3,11 @@
 Prints the resources of each kernel. Triton's interpreter also runs programs that its compiler rejects.
 """
 
-import functools
 import itertools
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,12 +36,9 @@ def use_compiler_only() -> None:
     )
     driver.set_active(h100)
     JITFunction.__getitem__ = lambda self, grid: lambda *args, **options: compile_kernel(self, grid, *args, **options)
+    load_kernel = depth_step.load_kernel
     for module in (depth_step, coefficients):
-        module._load_kernel = functools.partial(_load_for_cuda, module._load_kernel)
-
-
-def _load_for_cuda(load_kernel: Callable, name: str, device: torch.device) -> JITFunction:
-    return load_kernel(name, torch.device("cuda"))
+        module.load_kernel = lambda module, name, device: load_kernel(module, name, torch.device("cuda"))
 
 
 def compile_kernel(function: JITFunction, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

@@ -17,7 +17,6 @@ Computation runs in float32, or in float64 if x or the state has it. The history
 `empty`. If that has 16 bits, C, which is in [0, 1], is stored in float16. M has at least float32.
 """
 
-import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from stackexp.stack.eager import get_empty_score
 from stackexp.stack.reference import StackOutput
-from stackexp.stack.triton.depth_step import CHECKPOINT_EVERY, round_up_to_power_of_2
+from stackexp.stack.triton.depth_step import CHECKPOINT_EVERY, load_kernel, round_up_to_power_of_2
 
 TOKENS = 16  # of one program
 CHUNK = 8  # rows of the history in a tile
@@ -286,17 +285,18 @@ class _Launch(NamedTuple):
         """Run a kernel of `coefficients_update` on all stacks."""
         num_stacks, settings = tensors.logits.shape[:-1].numel(), self._make_settings()
         sizes = {"num_stacks": num_stacks, "num_old": min(self.index, self.options["num_slots"])}
-        self._run(f"coefficients_update.{name}", (-(-num_stacks // settings.stacks),), tensors, settings, sizes, 0)
+        self._run("coefficients_update", name, (-(-num_stacks // settings.stacks),), tensors, settings, sizes, 0)
 
     def read(self, name: str, grid: tuple[int, ...], tensors: ReadForward | ReadBackward, **sizes: int) -> None:
         """Run a kernel of `coefficients_read`."""
         sizes |= {"num_tokens": self.history.rows.shape[1:-2].numel(), "num_slots": self.options["num_slots"]}
         settings = self._make_settings()
         num_elements = settings.chunk * settings.padded_dim
-        self._run(f"coefficients_read.{name}", grid, tensors, settings, sizes, num_elements)
+        self._run("coefficients_read", name, grid, tensors, settings, sizes, num_elements)
 
     def _run(
         self,
+        module: str,
         name: str,
         grid: tuple[int, ...],
         tensors: Any,
@@ -307,7 +307,7 @@ class _Launch(NamedTuple):
         """Run a kernel with as many warps as its tiles need: that of C, and one of `num_elements` vector elements."""
         if 0 in grid:
             return
-        kernel = _load_kernel(name, self.history.rows.device)
+        kernel = load_kernel(module, name, self.history.rows.device)
         with torch.cuda.device_of(self.history.rows):
             kernel[grid](
                 type(tensors)(*(tensor if tensor is None else tensor.contiguous() for tensor in tensors)),
@@ -356,12 +356,3 @@ def _count_columns(updates: int) -> int:
 
 def _coefficient_dtype(history: Tensor) -> torch.dtype:
     return torch.float16 if history.itemsize == 2 else history.dtype
-
-
-def _load_kernel(name: str, device: torch.device) -> Any:
-    from triton.runtime import JITFunction
-
-    module, kernel_name = name.split(".")
-    kernel = getattr(importlib.import_module(f"stackexp.stack.triton.{module}"), kernel_name)
-    assert device.type == "cuda" or not isinstance(kernel, JITFunction), device
-    return kernel

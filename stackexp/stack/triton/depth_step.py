@@ -116,7 +116,7 @@ def launch(name: str, inputs: StepInputs, tensors: StepForward | StepBackward, *
     x, grid = inputs.x, compute_grid(inputs.x)
     if grid[0] == 0:
         return
-    kernel = _load_kernel(name, x.device)
+    kernel = load_kernel(f"depth_step_{name}", name, x.device)
     with torch.cuda.device_of(x):
         kernel[grid](
             (*inputs.pushed, x),
@@ -191,10 +191,11 @@ def round_up_to_power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _load_kernel(name: str, device: torch.device) -> Any:
+def load_kernel(module: str, name: str, device: torch.device) -> Any:
+    """Return a kernel of a module of this package. Raises ValueError if it cannot run on the device."""
     from triton.runtime import JITFunction
 
-    kernel = getattr(importlib.import_module(f"stackexp.stack.triton.depth_step_{name}"), name)
+    kernel = getattr(importlib.import_module(f"stackexp.stack.triton.{module}"), name)
     if device.type != "cuda" and isinstance(kernel, JITFunction):
         raise ValueError(
             f"stack implementation triton: the kernels do not run on {device.type}; use CUDA, another implementation, "
