@@ -74,16 +74,17 @@ def compile_depth_steps(sizes: str) -> None:
 
     usual = [GPU_CASE._replace(num_heads=h, head_dim=d, num_layers=8) for h, d in ((4, 16), (1, 64), (4, 240))]
     with stack.use_implementation("triton"):
-        for case in CASES if sizes == "cases" else usual:
+        for case in CASES["triton"] if sizes == "cases" else usual:
             depth_steps.compute("triton", case, depth_steps.make_inputs(case))
 
 
 def compile_coefficients(sizes: str) -> None:
     """Compile the steps in coefficient form of some cases, or those of full_dim of 360m in bfloat16."""
     import depth_steps
-    from test_coefficients import CASES, GPU_CASE, ROUNDED
+    from test_triton_depth import CASES, GPU_CASE, ROUNDED
 
-    for case in [*CASES[:-1], *ROUNDED] if sizes == "cases" else [GPU_CASE]:
+    usual = [GPU_CASE._replace(head_dim=240)]
+    for case in [*CASES["coefficients"][:-1], *ROUNDED] if sizes == "cases" else usual:
         depth_steps.compute("coefficients", case, depth_steps.make_inputs(case))
 
 

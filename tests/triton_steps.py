@@ -1,14 +1,18 @@
-"""Checks of the Triton depth step that run in a process with Triton's interpreter, or on a GPU."""
+"""Checks of both forms of the Triton depth step that run in a process with Triton's interpreter, or on a GPU."""
 
 import functools
 
+import pytest
 import torch
 from depth_steps import Case, compute, differentiate, make_inputs, unroll
+from small_models import make_model, make_tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from stackexp.stack.triton import depth_step
+from stackexp import stack
+from stackexp.inspection.interventions import Intervention, clear, intervene
+from stackexp.stack.triton import coefficients, depth_step
 
 
 def check_bfloat16_reads_have_float32_gradients() -> None:
@@ -35,31 +39,33 @@ def check_checkpoint_interval_changes_no_result() -> None:
         torch.testing.assert_close(other, first, rtol=1e-9, atol=1e-11)
 
 
-def check_each_output_alone_has_a_gradient() -> None:
+def check_each_output_alone_has_a_gradient(name: str) -> None:
+    """Only some outputs have gradients: those of the first layers, of the last, or no read."""
     functionals = [
-        lambda outputs: torch.stack([o.entropy.mean() for o in outputs]).mean(),
+        lambda outputs: outputs[1].read.square().sum() + outputs[3].entropy.sum(),
         lambda outputs: outputs[-1].read.square().sum(),
-        lambda outputs: outputs[1].action[..., 0].sum() + outputs[0].read.sum(),
+        lambda outputs: torch.stack([o.entropy.mean() for o in outputs]).mean(),
+        lambda outputs: outputs[2].action[..., 0].sum() + outputs[0].read.sum(),
     ]
-    case = Case(3, 4, 1, 2)
+    case = Case(3, 4, 1, 6)
     for functional in functionals:
-        inputs = make_inputs(case)
-        options = {"allow_unused": True, "materialize_grads": True}
-        ours, expected = (
-            torch.autograd.grad(functional(unroll(name, case, inputs)), inputs, **options)
-            for name in ("triton", "reference")
-        )
-        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
+        found = []
+        for each in (name, "reference"):
+            inputs = make_inputs(case)
+            total = functional(unroll(each, case, inputs))
+            found.append(torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True))
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
-def check_recomputed_layers_save_no_stack() -> None:
-    case = Case(3, 4, 2, 5, segment=2)
-    recomputed = functools.partial(checkpoint, depth_step.step, use_reentrant=False)
-    inputs, found = make_inputs(case), []
-    for step in (None, recomputed):
+def check_recomputed_layers(name: str) -> None:
+    """Activation checkpointing saves no stacks. It writes the history again, which higher layers have overwritten."""
+    module = {"triton": depth_step, "coefficients": coefficients}[name]
+    case, found = Case(3, 4, 2, 5, segment=2), []
+    inputs = make_inputs(case)
+    for step in (None, functools.partial(checkpoint, module.step, use_reentrant=False)):
         saved = SavedBytes()
         with saved:
-            outputs = unroll("triton", case, inputs, step)
+            outputs = unroll(name, case, inputs, step)
         found.append((saved.count(), differentiate(outputs, inputs)))
     torch.testing.assert_close(found[1][1], found[0][1], rtol=0, atol=0)
     assert found[1][0] < found[0][0]
@@ -144,3 +150,42 @@ def _count_tensor_bytes(found: object, skip: tuple[tuple[int, ...], ...]) -> int
     if not isinstance(found, Tensor) or found.shape in skip or 0 in found.stride():
         return 0
     return found.nbytes
+
+
+def check_second_backward_pass() -> None:
+    """Only the coefficient form refuses it: its first backward pass overwrites the pushed vectors."""
+    case = Case(3, 4, 1, 3)
+    inputs = make_inputs(case)
+    outputs = unroll("coefficients", case, inputs)
+    total = sum(output.read.sum() for output in outputs)
+    torch.autograd.grad(total, inputs, retain_graph=True)
+    for again in (total, outputs[1].read.sum()):
+        with pytest.raises(RuntimeError, match="the backward pass runs once for each forward pass"):
+            torch.autograd.grad(again, inputs, retain_graph=True)
+
+
+def count_saved_bytes(case: Case) -> int:
+    """Return the bytes that autograd saves in all layers in coefficient form."""
+    inputs, saved = make_inputs(case), SavedBytes()
+    with saved:
+        unroll("coefficients", case, inputs)
+    return saved.count()
+
+
+def check_coefficients_in_a_model() -> None:
+    """Check a model with long vectors against the eager implementation, also recomputed, evaluated and changed."""
+    memory = {"projection": "none", "num_heads": 1, "head_dim": 128, "eval_num_slots": 5}
+    model, tokens, found = make_model(memory, hidden_size=128, num_layers=4), make_tokens(), []
+    cleared = Intervention("x", state=lambda _, state: clear(state), layer=2)
+    for name, recompute in (("eager", False), ("triton", False), ("triton", True)):
+        model.checkpoint_blocks = recompute
+        with stack.use_implementation(name):
+            state = model.memories[0].empty_state(model.embedding(tokens))
+            assert isinstance(state, coefficients.CoefficientState) == (name == "triton")
+            output = model.train()(tokens)
+            total = output.logits.logsumexp(-1).sum() + output.entropy
+            found.append([output.logits, *torch.autograd.grad(total, list(model.parameters()))])
+            with torch.no_grad(), intervene(model.eval(), cleared):
+                found[-1].append(model(tokens).logits)
+    for others in found[1:]:
+        torch.testing.assert_close(others, found[0], rtol=1e-10, atol=1e-10)
