@@ -10,18 +10,28 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stackexp.config import registry
 from stackexp.config.compose import compose
-from stackexp.config.model import LSTMConfig, StackRNNConfig
+from stackexp.config.model import DeltaNetConfig, LSTMConfig, StackRNNConfig
 from stackexp.models.transformer import Cache
 from stackexp.planning.cost import make_plan
 
-VOCAB, OUTPUTS, B, T = 7, 3, 2, 9
-KINDS = {"lstm": LSTMConfig, "stack_rnn": StackRNNConfig}
+VOCAB, OUTPUTS, B, T, HIDDEN = 7, 3, 2, 9, 12
+KINDS = {
+    "lstm": (LSTMConfig, {}),
+    "stack_rnn": (StackRNNConfig, {}),
+    "delta_net": (DeltaNetConfig, {"num_heads": 3}),
+    "delta_net_positive": (
+        DeltaNetConfig,
+        {"num_heads": 3, "allow_negative_eigenvalues": False, "conv_size": None},
+    ),
+    "delta_product": (DeltaNetConfig, {"num_heads": 3, "num_householder": 3, "conv_size": 2}),
+}
 
 
-def make_model(kind, seed=0, dtype=torch.float64, **options):
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCAB, "output_vocab_size": OUTPUTS, "hidden_size": 10, "num_layers": 2}
-    return registry.build("model", KINDS[kind](**(sizes | options))).to(dtype)
+def make_model(kind, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "output_vocab_size": OUTPUTS, "hidden_size": HIDDEN, "num_layers": 2}
+    config, of_kind = KINDS[kind]
+    return registry.build("model", config(**(sizes | of_kind | options))).to(dtype)
 
 
 def make_tokens(length=T):
@@ -122,7 +132,7 @@ def test_cached_logits_match_full_forward_and_states_are_not_changed_in_place(ki
 MATCHED = {"lstm": (79, 82), "stack_rnn": (154, 160)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MATCHED)
 @pytest.mark.parametrize(("column", "like"), [(0, "formal/transformer"), (1, "formal/stacktrans")])
 def test_parameter_counts_match_the_decoders(kind, column, like):
     config, decoder = (compose([name]).model for name in (f"formal/{kind}", like))
@@ -152,8 +162,9 @@ def test_recurrent_models_have_the_decoder_interface(kind):
     assert model(make_tokens()).probes is None
     if kind == "lstm":
         layer = model.layers[0]
-        assert (layer.bias_ih_l0 + layer.bias_hh_l0).tolist() == [0] * 10 + [1] * 10 + [0] * 20, "an open forget gate"
-    else:
+        expected = [0] * HIDDEN + [1] * HIDDEN + [0] * 2 * HIDDEN
+        assert (layer.bias_ih_l0 + layer.bias_hh_l0).tolist() == expected, "an open forget gate"
+    elif kind == "stack_rnn":
         assert all(sum(probe.values()).item() == pytest.approx(1) for probe in output.probes)
         assert not any(value.requires_grad for probe in output.probes for value in probe.values())
     with pytest.raises(ValueError, match=r"set data\.document_mask=false"):
@@ -186,8 +197,8 @@ def test_lstm_layers_run_in_the_dtype_of_the_weights(dtype):
     """On CUDA, autocast of torch.nn.LSTM is float16, whatever its dtype."""
     layer = make_model("lstm", dtype=dtype).layers[0]
     with torch.autocast("cpu", torch.bfloat16):
-        y, state, _ = layer(torch.ones(B, T, 10, dtype=torch.bfloat16), None, False)
-        again, _, _ = layer(torch.ones(B, T, 10), state, False)
+        y, state, _ = layer(torch.ones(B, T, HIDDEN, dtype=torch.bfloat16), None, False)
+        again, _, _ = layer(torch.ones(B, T, HIDDEN), state, False)
     assert {tensor.dtype for tensor in (y, *state, again)} == {dtype}
 
 
