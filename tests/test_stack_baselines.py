@@ -1,6 +1,7 @@
-"""The stratified stack and nondeterministic stack attention against plain Python; causality, cache and gradients."""
+"""Stacks over the tokens: two of them against plain Python; causality, cache and gradients of all."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import small_models
@@ -10,12 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stackexp.config import registry
 from stackexp.config.compose import compose
-from stackexp.config.memory import NondeterministicStackConfig, StratifiedStackConfig
+from stackexp.config.memory import NondeterministicStackConfig, StackAttentionConfig, StratifiedStackConfig
 from stackexp.models.memories.nondeterministic_stack import SumRuns
 from stackexp.models.memories.stratified_stack import compute_weights
 from stackexp.models.transformer import Cache
 
 MEMORIES = {
+    "stack_attention": StackAttentionConfig(),
     "stratified_stack": StratifiedStackConfig(num_heads=2, head_dim=3),
     "nondeterministic_stack": NondeterministicStackConfig(head_dim=3, layers="all"),
     "nondeterministic_middle": NondeterministicStackConfig(num_states=1, num_symbols=3, head_dim=3),
@@ -239,9 +241,10 @@ def test_flops_are_close_to_those_that_torch_counts(name):
     assert 0.7 < ratio < 1.5
 
 
-@pytest.mark.parametrize("name", ["stratified_stack", "nondeterministic_stack"])
+@pytest.mark.parametrize("name", ["stratified_stack", "nondeterministic_stack", "delta_net", "delta_product"])
 def test_shipped_configs_have_the_parameters_of_the_lstm(name):
     config, lstm = compose([f"formal/{name}"]), compose(["formal/lstm"])
     assert (config.optimizer, config.schedule) == (lstm.optimizer, lstm.schedule)
+    assert replace(config.data, eval_batch_size=lstm.data.eval_batch_size) == lstm.data
     models = [registry.build("model", c.model) for c in (config, lstm)]
     assert models[0].num_parameters() == pytest.approx(models[1].num_parameters(), rel=0.01)
