@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from operators import OperatorRecord, list_tensors
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackexp.config import registry
 from stackexp.config.compose import compose
@@ -106,33 +106,22 @@ def test_bfloat16_chunks_are_as_accurate_as_unchunked(chunk, autocast):
         assert ours <= (1.1 if autocast or chunk > B * T else 1.5) * theirs < 0.02, errors
 
 
-class LogitRows(TorchDispatchMode):
-    """A dispatch mode that records the largest number of logit rows, by dtype."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == V:
-                self.rows[tensor.dtype] = max(self.rows.get(tensor.dtype, 0), tensor.numel() // V)
-        return result
-
-
 @pytest.mark.parametrize("kind", ["chunked", "whole"])
 def test_chunks_never_hold_logits_of_the_full_batch(kind):
     model, tokens = make_model(), make_tokens()
     criterion = NextTokenLoss(kind, chunk=D + 1, z_loss=0.1)  # the weight itself, transposed, has D rows
-    with LogitRows() as largest:
+    with OperatorRecord() as record:
         with torch.autocast("cpu", torch.bfloat16):
             loss = criterion(model, model(tokens, return_hidden=criterion.needs_hidden), tokens).total
         loss.backward()
         with torch.no_grad():
             criterion.compute_token_losses(model, model(tokens, return_hidden=criterion.needs_hidden), tokens)
     most = {"chunked": D + 1, "whole": B * T}[kind]
-    assert largest.rows == {torch.float32: most, torch.bfloat16: most}
+    rows = {torch.float32: 0, torch.bfloat16: 0}
+    for tensor in list_tensors([output for *_, output in record.calls]):
+        if tensor.ndim and tensor.shape[-1] == V:
+            rows[tensor.dtype] = max(rows[tensor.dtype], tensor.numel() // V)
+    assert rows == {torch.float32: most, torch.bfloat16: most}
 
 
 def make_model(kind="tied"):

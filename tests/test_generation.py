@@ -4,12 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operators import OperatorRecord, list_tensors
 from small_models import VOCAB, make_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from stackexp.cli import main
 from stackexp.config.memory import (
@@ -19,9 +18,10 @@ from stackexp.config.memory import (
     StackAttentionConfig,
     StratifiedStackConfig,
 )
-from stackexp.config.model import LSTMConfig, StackRNNConfig
+from stackexp.config.model import DeltaNetConfig, LSTMConfig, StackRNNConfig
 from stackexp.evaluation.loading import load_run
 from stackexp.models import attention
+from stackexp.models.delta import DeltaNet
 from stackexp.models.generation import Decoder, generate, keep_nucleus, sample_tokens
 from stackexp.models.recurrent import LSTM, StackRNN
 from stackexp.models.transformer import Cache, Transformer
@@ -88,8 +88,10 @@ def test_greedy_decoding_matches_full_forward_passes(memory, positions):
 
 def test_recurrent_models_decode_greedily():
     torch.manual_seed(0)
-    for model in (LSTM(LSTMConfig(**RECURRENT)), StackRNN(StackRNNConfig(**RECURRENT, slot_size=4, num_slots=5))):
-        check_greedy_decoding(model, PROMPT, 9)
+    stack_rnn, delta_product = {"slot_size": 4, "num_slots": 5}, {"num_heads": 2, "num_householder": 3}
+    check_greedy_decoding(LSTM(LSTMConfig(**RECURRENT)), PROMPT, 9)
+    check_greedy_decoding(StackRNN(StackRNNConfig(**RECURRENT, **stack_rnn)), PROMPT, 9)
+    check_greedy_decoding(DeltaNet(DeltaNetConfig(**RECURRENT, **delta_product)).double(), PROMPT, 9)
 
 
 GRAPHS = [(name, "rope") for name in MEMORIES if name not in GROWING]
@@ -111,20 +113,6 @@ def test_all_decoding_steps_are_one_graph(memory, positions):
     assert compiled.cache.length.tolist() == [15]
 
 
-class OperatorRecord(TorchDispatchMode):
-    """Records each operator with its tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        output = operator(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, torch.Tensor)]
-        self.calls.append((str(operator), tensors))
-        return output
-
-
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("memory", ["none", "depth", "time", "token_major"])
 def test_a_decoding_step_on_cuda_neither_waits_for_the_gpu_nor_copies_to_it(memory, positions, monkeypatch):
@@ -138,7 +126,7 @@ def test_a_decoding_step_on_cuda_neither_waits_for_the_gpu_nor_copies_to_it(memo
         with OperatorRecord() as record, torch.no_grad():
             assert decoder.step().shape == (2, VOCAB)
     assert len(record.calls) > 100
-    assert {tensor.device.type for _, tensors in record.calls for tensor in tensors} == {"cuda"}
+    assert {tensor.device.type for _, *values in record.calls for tensor in list_tensors(values)} == {"cuda"}
 
 
 @pytest.mark.parametrize("memory", ["none", "depth", "time"])
@@ -149,7 +137,7 @@ def test_weights_are_cast_once(memory):
         with OperatorRecord() as record:
             decoder(PROMPT[:, 0])
     weights = {weight.data_ptr() for weight in model.parameters() if weight.dim() == 2}
-    readers = {name for name, tensors in record.calls if any(tensor.data_ptr() in weights for tensor in tensors)}
+    readers = {str(f) for f, *values in record.calls if any(x.data_ptr() in weights for x in list_tensors(values))}
     assert "aten.embedding.default" in readers
     assert readers.isdisjoint(f"aten.{name}.default" for name in ("_to_copy", "cat", "mm", "addmm", "bmm"))
 

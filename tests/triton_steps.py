@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 from depth_steps import Case, compute, differentiate, make_inputs, unroll
+from operators import OperatorRecord
 from small_models import make_model, make_tokens
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from stackexp import stack
@@ -87,27 +87,20 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return sum(self.storages.values())
 
 
-class OperatorCalls(TorchDispatchMode):
-    """Record the calls of our operators: whether it is the forward pass, arguments and outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[bool, tuple, tuple]] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        outputs = function(*args, **kwargs or {})
-        if function.namespace == "stackexp":
-            self.calls.append((function is torch.ops.stackexp.depth_step.default, args, outputs))
-        return outputs
+def list_own_calls(record: OperatorRecord) -> list[tuple[bool, tuple, tuple]]:
+    """Return the calls of our operators: whether it is the forward pass, arguments and outputs."""
+    forward = torch.ops.stackexp.depth_step.default
+    return [(f is forward, args, output) for f, args, _, output in record.calls if f.namespace == "stackexp"]
 
 
 def check_operators(case: Case, device: str = "cpu") -> None:
     """Run torch.library.opcheck on both operators at each layer."""
     inputs = make_inputs(case, device)
-    with OperatorCalls() as recorded:
+    with OperatorRecord() as record:
         compute("triton", case, inputs)
-    assert len(recorded.calls) == 2 * case.num_layers
-    for is_forward, args, _ in recorded.calls:
+    calls = list_own_calls(record)
+    assert len(calls) == 2 * case.num_layers
+    for is_forward, args, _ in calls:
         args = [_detach(arg) for arg in args]
         operators = torch.ops.stackexp
         torch.library.opcheck((operators.depth_step if is_forward else operators.depth_step_backward).default, args)
@@ -132,13 +125,13 @@ def check_compiled(case: Case, backend: str, device: str = "cpu") -> None:
 def count_bytes(case: Case) -> tuple[list[int], list[int], int]:
     """Return the bytes that forward and backward of each layer read and write, and that autograd saves."""
     inputs = make_inputs(case)
-    with OperatorCalls() as recorded:
+    with OperatorRecord() as record:
         saved = SavedBytes()
         with saved:
             outputs = unroll("triton", case, inputs)
         sum(o.read.square().float().sum() + o.entropy.mean() for o in outputs).backward()
     moved: tuple[list[int], list[int]] = [], []
-    for is_forward, args, results in recorded.calls:
+    for is_forward, args, results in list_own_calls(record):
         query = args[2].shape  # its gradient has a row for each program, here one
         moved[not is_forward].append(_count_tensor_bytes([*args, *results], skip=(query, (1, *query))))
     return moved[0], moved[1][::-1], saved.count()
