@@ -8,15 +8,16 @@ import torch
 from test_triton_projection import (
     CASES,
     F64,
+    MEMORIES,
     NAMES,
     OTHERS,
+    check_memory,
     check_parts_of_the_gradient,
     differentiate,
+    has_products,
     run_fused,
-    run_model,
     run_reference,
 )
-from test_triton_projection import MEMORIES as TRITON_MEMORIES
 from torch.utils.flop_counter import FlopCounterMode
 
 from stackexp import stack
@@ -38,22 +39,14 @@ def test_parts_of_the_gradient():
     check_parts_of_the_gradient(projection)
 
 
-@pytest.mark.parametrize("name", TRITON_MEMORIES)
+@pytest.mark.parametrize("name", MEMORIES)
 def test_models_equal_those_with_separate_products(name):
-    model = small_models.make_model(TRITON_MEMORIES[name], F64)
-    assert all(memory.choose_products(torch.zeros(1, 2, 16, dtype=F64)) is projection for memory in model.memories)
-    found, expected = (run_model(model, implementation) for implementation in ("auto", "eager"))
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-9)
-    model.checkpoint_blocks = True
-    recomputed = run_model(model, "auto")
-    assert all(torch.equal(recomputed[key], value) for key, value in found.items())
+    check_memory(MEMORIES[name], "auto", F64)
 
 
 def test_unsuitable_options_and_transformed_tensors_use_separate_products():
     for options in OTHERS.values():
-        memory = small_models.make_model(options, F64).memories[0]
-        assert memory.choose_products(torch.zeros(1, 2, 16, dtype=F64)) is None
+        assert not has_products(small_models.make_model(options, F64).memories[0], F64, "auto"), options
     h = torch.zeros(1, 2, 16)
     assert dispatch.choose_products(h, F32) is projection
     assert dispatch.choose_products(h, BF16) is None  # under autocast

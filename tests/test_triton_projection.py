@@ -178,20 +178,21 @@ def check_rounding(case: Case) -> None:
         assert fused[name] < 1.1 * plain[name] + (2e-3 if name == "gate" else 1e-6), (name, fused, plain)
 
 
-def check_memory(options: dict) -> None:
+def check_memory(options: dict, implementation: str = "triton", dtype: torch.dtype = F32) -> None:
     """Compare decoders with fused projections and with PyTorch's, also with recomputed layers."""
-    model = small_models.make_model(options, F32)
-    assert all(has_products(memory) for memory in model.memories)
-    found, expected = (run_model(model, implementation) for implementation in ("triton", "eager"))
+    model = small_models.make_model(options, dtype)
+    assert all(has_products(memory, dtype, implementation) for memory in model.memories)
+    found, expected = (run_model(model, name) for name in (implementation, "eager"))
+    tolerance = {"rtol": 1e-3, "atol": 2e-6} if dtype == F32 else {"rtol": 1e-6, "atol": 1e-9}
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-6, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(found[name], value, **tolerance, msg=lambda text, name=name: name + text)
     model.checkpoint_blocks = True
-    recomputed = run_model(model, "triton")
+    recomputed = run_model(model, implementation)
     assert all(torch.equal(recomputed[name], value) for name, value in found.items())
 
 
-def has_products(memory, dtype: torch.dtype = F32) -> bool:
-    with stack.use_implementation("triton"):
+def has_products(memory, dtype: torch.dtype = F32, implementation: str = "triton") -> bool:
+    with stack.use_implementation(implementation):
         return memory.choose_products(torch.zeros(1, 2, memory.model.hidden_size, dtype=dtype)) is not None
 
 
@@ -313,11 +314,7 @@ def test_predicted_memory_counts_the_kernels(monkeypatch):
     assert count("bf16-mixed") - mixed > 8 * 2 * 64 * 256 * 3  # h in float32 and half of the rest
 
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("case", ROUNDED, ids=lambda case: case.name)
 def test_rounding_errors_on_a_gpu(case):
     case = case._replace(tokens=(2, 3000), device="cuda")
@@ -327,7 +324,6 @@ def test_rounding_errors_on_a_gpu(case):
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_autocast_selects_the_kernels_on_a_gpu():
     h = torch.zeros(1, 2, 16, device="cuda")
     assert dispatch.choose_products(h, BF16) is not None
