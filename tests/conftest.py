@@ -65,6 +65,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: groups[item] not in LONG_GROUPS)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip the tests marked `gpu` on a machine without one."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> dict[str, Path]:
     """Prepare the sets `train`, `left` and `right` from files of the standard library."""

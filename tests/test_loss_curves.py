@@ -53,7 +53,6 @@ def test_loss_curve_matches_the_reference(memory, implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_triton_loss_curve_matches_the_reference(memory):
     exact = compute_curve(memory, "reference", torch.float64, "cuda")

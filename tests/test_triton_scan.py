@@ -59,14 +59,12 @@ def test_equals_the_reference_with_all_options(triton_interpreter, case):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
 def test_equals_the_reference_on_a_gpu(case):
     check("triton", case, "cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_results_are_deterministic_on_a_gpu():
     case = Case(24, 8, 4, 40, "queue", read_mask="log", feedback="tanh", dtype=F32, batch_size=128)
     for ours, theirs in zip(run("triton", case, "cuda"), run("triton", case, "cuda"), strict=True):
@@ -74,7 +72,6 @@ def test_results_are_deterministic_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("feedback", [None, "tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("num_slots", "filled"), [(24, 1), pytest.param(300, 250, marks=pytest.mark.slow)])
