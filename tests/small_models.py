@@ -36,6 +36,18 @@ VARIANTS = {
 }
 """The Transformer and every memory over the depth: a config, or the options of a stack; see `make_model`."""
 
+STACKS = {
+    "none": None,
+    "depth": {"axis": "depth"},
+    "queue": {"axis": "depth", "discipline": "queue", "site": "after_attention"},
+    "push_only": {"axis": "depth", "discipline": "push_only", "projection": "shared_slices"},
+    "time": {"axis": "time", "read_mask": "log"},
+    "feedback": {"axis": "time", "feedback": True, "read": "top"},
+    "feedback_hidden": {"axis": "time", "feedback": True, "feedback_activation": "gated", "feedback_hidden_size": 6},
+    "token_major": {"axis": "token_major", "site": "before_attention"},
+}
+"""The Transformer and stacks on every axis."""
+
 
 def make_model(memory: Any = None, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any) -> Transformer:
     """Build a decoder of three layers; `memory` is a config, or the options of a stack with three slots."""

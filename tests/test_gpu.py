@@ -3,28 +3,18 @@
 from collections.abc import Iterator
 
 import pytest
+import small_models
 import torch
 from depth_steps import cases, check
+from small_models import STACKS
 from torch.nn import functional as F
 
-from stackexp.config.memory import StackMemoryConfig
-from stackexp.config.model import TransformerConfig
 from stackexp.models.generation import Decoder, generate
 from stackexp.models.transformer import Cache, Transformer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
-B, T, VOCAB = 4, 24, 101
-MEMORIES = {
-    "none": None,
-    "depth": {"axis": "depth"},
-    "queue": {"axis": "depth", "discipline": "queue", "site": "after_attention"},
-    "push_only": {"axis": "depth", "discipline": "push_only", "projection": "shared_slices"},
-    "time": {"axis": "time", "read_mask": "log"},
-    "feedback": {"axis": "time", "feedback": True, "read": "top"},
-    "feedback_hidden": {"axis": "time", "feedback": True, "feedback_activation": "gated", "feedback_hidden_size": 6},
-    "token_major": {"axis": "token_major", "site": "before_attention"},
-}
+B, T = 4, 24
 
 
 @pytest.fixture(autouse=True)
@@ -36,17 +26,14 @@ def exact_float32() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
-def make_model(memory: dict | None, **options) -> Transformer:
-    torch.manual_seed(0)
-    if memory is not None:
-        memory = StackMemoryConfig(**{"num_heads": 2, "head_dim": 8, "num_slots": 3} | memory)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_layers": 4, "intermediate_size": 96}
-    sizes |= {"num_heads": 4, "num_kv_heads": 2}
-    return Transformer(TransformerConfig(**sizes | options, memory=memory)).cuda()
+def make_model(name: str) -> Transformer:
+    memory = STACKS[name] and {"head_dim": 8} | STACKS[name]
+    sizes = {"hidden_size": 64, "num_layers": 4, "intermediate_size": 96}
+    return small_models.make_model(memory, torch.float32, **sizes).cuda()
 
 
 def make_tokens() -> torch.Tensor:
-    return torch.randint(VOCAB, (B, T), generator=torch.Generator().manual_seed(1)).cuda()
+    return small_models.make_tokens(T, B).cuda()
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
@@ -54,9 +41,9 @@ def test_eager_steps_match_the_reference(case):
     check("eager", case, "cuda")
 
 
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", STACKS)
 def test_float32_matches_the_cpu(name):
-    model, tokens = make_model(MEMORIES[name]), make_tokens()
+    model, tokens = make_model(name), make_tokens()
     on_gpu = model(tokens, probe=True)
     on_gpu.logits.square().mean().backward()
     gradients = [p.grad.cpu() for p in model.parameters()]
@@ -69,9 +56,9 @@ def test_float32_matches_the_cpu(name):
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-2, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", STACKS)
 def test_bf16_autocast_is_finite_and_close_to_float32(name):
-    model, tokens = make_model(MEMORIES[name]), make_tokens()
+    model, tokens = make_model(name), make_tokens()
     with torch.no_grad():
         exact = model(tokens).logits
     with torch.autocast("cuda", torch.bfloat16):
@@ -86,20 +73,20 @@ def test_bf16_autocast_is_finite_and_close_to_float32(name):
         assert parameter.grad.isfinite().all(), parameter_name
 
 
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", STACKS)
 @pytest.mark.parametrize("chunks", [[1] * T, [5, 1, T - 6], [T - 1, 1]])
 def test_cached_logits_match_full_forward(name, chunks):
-    model, tokens, cache = make_model(MEMORIES[name]).eval(), make_tokens(), Cache()
+    model, tokens, cache = make_model(name).eval(), make_tokens(), Cache()
     with torch.no_grad():
         logits = torch.cat([model(part, cache).logits for part in tokens.split(chunks, 1)], 1)
         torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", STACKS)
 @torch.no_grad()
 def test_the_graph_of_a_decoding_step_matches_a_growing_cache(name, precision):
-    model, tokens = make_model(MEMORIES[name]).eval(), make_tokens()
+    model, tokens = make_model(name).eval(), make_tokens()
     caches = Cache(), Cache()
     with torch.autocast("cuda", torch.bfloat16, enabled=precision == torch.bfloat16):
         for cache in caches:
@@ -112,16 +99,16 @@ def test_the_graph_of_a_decoding_step_matches_a_growing_cache(name, precision):
     assert decoder.graph is not None
 
 
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", STACKS)
 def test_greedy_tokens_on_the_gpu_match_the_cpu(name):
-    model, tokens = make_model(MEMORIES[name]).double(), make_tokens()[:, :5]
+    model, tokens = make_model(name).double(), make_tokens()[:, :5]
     on_gpu = generate(model, tokens, 20, temperature=0).cpu()
     assert torch.equal(on_gpu, generate(model.cpu(), tokens.cpu(), 20, temperature=0))
 
 
 @pytest.mark.parametrize("name", ["depth", "queue"])
 def test_compiled_matches_eager(name):
-    model, tokens = make_model(MEMORIES[name]), make_tokens()
+    model, tokens = make_model(name), make_tokens()
     results = []
     for run in (model, torch.compile(model)):
         output = run(tokens)

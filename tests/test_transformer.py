@@ -5,22 +5,13 @@ import math
 
 import pytest
 import torch
-from small_models import VOCAB, B, T, make_model, make_tokens
+from small_models import STACKS, VOCAB, B, T, make_model, make_tokens
 from torch.nn import functional as F
 
 from stackexp.models.attention import Positions, build_rope_table
 from stackexp.models.transformer import Cache
 
 AXES = ["depth", "time", "token_major"]
-MEMORIES = {
-    "none": None,
-    "depth": {"axis": "depth"},
-    "queue": {"axis": "depth", "discipline": "queue", "site": "after_attention"},
-    "time": {"axis": "time", "read_mask": "log"},
-    "feedback": {"axis": "time", "feedback": True, "read": "top"},
-    "feedback_hidden": {"axis": "time", "feedback": True, "feedback_activation": "gated", "feedback_hidden_size": 6},
-    "token_major": {"axis": "token_major", "site": "before_attention"},
-}
 
 
 def run_plain_llama(model, tokens):
@@ -80,9 +71,9 @@ def test_rope_table_is_float32_for_bfloat16_input():
     assert table[0, 0, 0].item() == pytest.approx(math.cos(4000), abs=1e-6)
 
 
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", STACKS)
 def test_later_tokens_do_not_change_earlier_logits(name):
-    model, tokens = make_model(MEMORIES[name]), make_tokens()
+    model, tokens = make_model(STACKS[name]), make_tokens()
     before = model(tokens).logits
     changed = tokens.clone()
     changed[0, 4] = (changed[0, 4] + 1) % VOCAB
@@ -92,10 +83,10 @@ def test_later_tokens_do_not_change_earlier_logits(name):
     assert all((after[0, t] - before[0, t]).abs().max() > 1e-9 for t in range(4, T))
 
 
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", STACKS)
 @pytest.mark.parametrize("chunks", [[1] * T, [5, 1, 3], [T - 1, 1]])
 def test_cached_logits_match_full_forward(name, chunks):
-    model, tokens = make_model(MEMORIES[name]).eval(), make_tokens()
+    model, tokens = make_model(STACKS[name]).eval(), make_tokens()
     cache = Cache()
     logits = torch.cat([model(part, cache).logits for part in tokens.split(chunks, 1)], 1)
     torch.testing.assert_close(logits, model(tokens).logits)
@@ -146,10 +137,10 @@ def test_entropy_is_mean_over_layers_and_probes_are_detached(axis):
         assert occupancy[0] == pytest.approx(output.probes[0]["push"].item())
 
 
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", STACKS)
 @pytest.mark.parametrize("precision", ["float32", "bf16_autocast", "bfloat16"])
 def test_lower_precision_logits_match_float64(name, precision):
-    exact, tokens = make_model(MEMORIES[name]), make_tokens()
+    exact, tokens = make_model(STACKS[name]), make_tokens()
     model = copy.deepcopy(exact).to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16_autocast"):
         output = model(tokens)
