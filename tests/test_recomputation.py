@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from small_models import make_model, make_tokens
-from torch.utils._python_dispatch import TorchDispatchMode
+from operators import OperatorRecord
+from small_models import STACKS, VARIANTS, make_model, make_tokens
 
 from stackexp import stack
 from stackexp.config.compose import compose
@@ -15,15 +15,8 @@ from stackexp.modules.base import TrainingModule
 from stackexp.planning.cost import make_plan
 
 LAYERS = 3
-MEMORIES = {
-    "none": None,
-    "depth": {"axis": "depth"},
-    "queue": {"axis": "depth", "discipline": "queue", "site": "after_attention"},
-    "full_dim": {"axis": "depth", "projection": "none", "head_dim": 8, "num_slots": 2},
-    "authors_code": {"projection": "shared_slices", "action_input": "hidden", "read_mask": "additive"},
-    "time": {"axis": "time", "read_mask": "log"},
-    "noisy": {"axis": "depth", "action_noise": 0.5},
-}
+MEMORIES = {name: STACKS[name] for name in ("none", "depth", "queue", "time")}
+MEMORIES |= {name: VARIANTS[name] for name in ("full_dim", "authors_code")}  # full_dim has noise
 aten = torch.ops.aten
 
 
@@ -45,26 +38,14 @@ def test_recomputation_gives_identical_gradients(memory, recompute, autocast):
         assert all(map(torch.equal, compute_gradients(model, recompute), compute_gradients(model, False)))
 
 
-class OperatorCalls(TorchDispatchMode):
-    """A dispatch mode that counts operator calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def count_backward_calls(recompute: bool | str) -> Counter:
     model = make_model(MEMORIES["depth"], torch.float32)
     model.checkpoint_blocks = recompute
     with stack.use_implementation("eager"):  # auto may choose differently under a dispatch mode
         loss = model(make_tokens()).logits.sum()
-        with OperatorCalls() as calls:
+        with OperatorRecord() as record:
             loss.backward()
-    return calls.counts
+    return Counter(operator for operator, *_ in record.calls)
 
 
 def test_selective_recomputes_only_cheap_operators():
