@@ -179,9 +179,7 @@ def check_model(run: Measurements, memory: str) -> None:
 
 def measure_ceilings(run: Measurements) -> None:
     """Measure the bandwidth of a copy and the FLOP/s of a large matrix product."""
-    source = torch.empty(2 ** (20 if run.tiny else 31), dtype=torch.uint8, device=run.device)
-    target = torch.empty_like(source)
-    run.add("ceilings", "copy", terabytes_per_second=2 * len(source) / run.measure(lambda: target.copy_(source)) / 1e12)
+    run.add("ceilings", "copy", terabytes_per_second=measure_bandwidth(run.device) / 1e12)
     flops = 1e9 if run.tiny else measure_peak_flops(run.device, torch.bfloat16)
     run.add("ceilings", "matrix product", teraflops_per_second=flops / 1e12)
 
