@@ -120,6 +120,11 @@ def test_tables_of_a_document_are_replaced(runs, capsys):
     printed = capsys.readouterr().out
     assert "| stacktrans" in printed
     assert "- Losses are means" not in printed, "--tables prints no notes"
+    tables = [(main([*command.split()[3:], str(i)]), capsys.readouterr().out) for i in (1, 2)]
+    assert [code for code, _ in tables] == [0, 0]
+    assert printed == "\n".join(text for _, text in tables)
+    assert main([*command.split()[3:], "3"]) == 2
+    assert "--tables 3: the report has 2 tables" in capsys.readouterr().err
     assert document.read_text() == "before\n" + 2 * form.format(command=command, table=printed) + "after\n"
 
 

@@ -9,10 +9,12 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser, Settings, Verb, count, flag, setting, split_names
+from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser, Settings, Verb, at_least, count, flag, setting, split_names
 
 Argument = tuple[str, Settings]
 """Name and settings of an argument."""
+ALL_TABLES = 0
+"""The value of --tables without a number."""
 
 
 def parse_lengths(text: str) -> tuple[int, int]:
@@ -61,7 +63,8 @@ class ReportVerb(Verb):
         style.add_argument("--markdown", **flag("print Markdown tables"))
         style.add_argument("--latex", **flag("print LaTeX tables with booktabs rules"))
         add = parser.add_argument
-        add("--tables", **flag("print only the tables, without notes"))
+        tables = "print only the tables, or only the Nth, without notes"
+        add("--tables", **setting("N", tables, nargs="?", type=at_least(1), const=ALL_TABLES))
         add("--csv", **setting("FILE", "write the figures with full precision to this file", type=Path))
         add("--figure", **setting("FILE", "draw the figure to this .png, .pdf or .svg file", type=Path))
 
@@ -73,8 +76,12 @@ class ReportVerb(Verb):
         module, _, function = self.builder.partition(":")
         build = getattr(importlib.import_module(f"stackexp.{module}"), function)
         report = build(**{name: getattr(args, name) for name in args.parameters})
-        if args.tables:
-            report = dataclasses.replace(report, notes=[])
+        if args.tables is not None:
+            number, count = args.tables, len(report.tables)
+            if number > count:
+                args.parser.error(f"--tables {number}: the report has {count} tables")
+            chosen = report.tables if number == ALL_TABLES else [report.tables[number - 1]]
+            report = dataclasses.replace(report, tables=chosen, notes=[])
         print(format_report(report, "markdown" if args.markdown else "latex" if args.latex else "terminal"))
         if args.csv:
             write_csv(report.records, args.csv)
