@@ -60,7 +60,7 @@ def measure(memory: str, layers: int, steps: int, overrides: list[str]) -> dict[
 
 def main() -> None:
     """Run the benchmark."""
-    parser = build_parser(__doc__, rounds=1)
+    parser = build_parser(__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--memories", nargs="+", default=["null", "stacktrans"])
     parser.add_argument("--steps", type=int, default=3)

@@ -79,8 +79,8 @@ class Bench:
             hidden = hidden.clone().requires_grad_(which == "train")
             state, entropy = memories[0].empty_state(hidden), 0.0
             for memory in memories:
-                hidden, state, stats = memory(hidden, state)
-                entropy = entropy + stats["entropy"]
+                hidden, state, stats = memory(hidden, state, hidden)  # as before attention
+                entropy = entropy + stats.get("entropy", 0.0)
             if which == "train":
                 (hidden + entropy).sum().backward()
                 self.model.zero_grad()

@@ -47,11 +47,12 @@ class Ratio(NamedTuple):
         return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
 
 
-def build_parser(description: str, rounds: int) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark script, with --rounds and --out."""
+def build_parser(description: str, rounds: int | None = None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark script, with --out, and --rounds unless the script has none."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
-    parser.add_argument("--rounds", type=int, default=rounds)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     return parser
 

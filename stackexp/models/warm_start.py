@@ -30,7 +30,8 @@ OPTIONS_WITHOUT_SHAPE = (
     *("rope_low_freq_factor", "rope_high_freq_factor", "causal", "tie_embeddings", "attention_window"),
     *("attention_log_base", "embedding_scale", "mup_base_size", "memory.axis", "memory.site", "memory.discipline"),
     *("memory.num_slots", "memory.read", "memory.read_mask", "memory.residual_gate", "memory.push_norm"),
-    *("memory.action_scale", "memory.action_sharpness"),
+    *("memory.action_scale", "memory.action_sharpness", "memory.feedback_activation", "memory.update", "memory.kind"),
+    *("num_slots", "allow_negative_eigenvalues"),  # of the recurrent models
 )
 """Model options that change the outputs of given weights but no shape of a tensor; a difference is only logged."""
 

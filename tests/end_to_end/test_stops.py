@@ -184,7 +184,8 @@ def test_a_training_that_a_callback_stops_keeps_its_last_step(hook, tiny, tmp_pa
         f"    def {hook}(self, trainer, *_):",
     ]
     Path("early.py").write_text("\n".join([*lines, "        trainer.should_stop |= trainer.global_step == 5"]))
-    options = ["trainer.val_check_interval=5", "logging.progress_bar=false", "logging.loggers=[tensorboard]", "trainer.callbacks=['early.py:Stop']"]
+    options = ["trainer.val_check_interval=5", "logging.progress_bar=false", "logging.loggers=[tensorboard]"]
+    options += ["trainer.callbacks=['early.py:Stop']"]
     assert main(["fit", "--config", str(tiny), *options]) == 0
     run = only_run(tmp_path / "runs")
     result = run.read_result()

@@ -148,8 +148,9 @@ class Objective(ABC):
         losses = [line[TRAIN_LOSS] for line in lines]
         if not losses:
             raise RunError(f"{session.folder.metrics}: deleted or emptied during the run; start a new run")
+        steps = session.trainer.global_step  # fewer than trainer.max_steps if a callback has stopped the training
         final = RunResult(
-            steps=session.trainer.global_step,  # fewer than trainer.max_steps if a callback has stopped the training
+            steps=steps,
             tokens=lines[-1]["tokens"],
             parameters=session.module.model.num_parameters(),
             memory_parameters=session.module.model.num_parameters(memory=True),
@@ -160,7 +161,7 @@ class Objective(ABC):
         )
         result = final.to_dict()
         scores, train_loss = self.list_final_scores(result), result["train_loss"]["last_20_steps"]
-        session.metrics_log.finish(final.steps, scores, train_loss, result.get("sample"))
+        session.metrics_log.finish(steps, scores, train_loss, result.get("sample"))
         if "tensorboard" in self.config.logging.loggers:
             self.write_events(session.folder, result)
         self._store_final_validation(session.folder, result)
