@@ -28,7 +28,7 @@ Siegmund's 0.58 holds for known variances. By simulation, 0.25 keeps the error o
 """
 
 
-class Word(StrEnum):
+class Outcome(StrEnum):
     """A verdict on an arm. Lower losses are better."""
 
     HELPS = "helps"
@@ -45,7 +45,7 @@ class Judgment:
     `p_value` is the smallest level at which a look so far would have decided that there is a difference.
     """
 
-    word: Word
+    outcome: Outcome
     pairs: int
     look: int
     mean: float
@@ -56,7 +56,7 @@ class Judgment:
     @property
     def is_decided(self) -> bool:
         """Return True unless more pairs are needed."""
-        return self.word != Word.UNDECIDED
+        return self.outcome != Outcome.UNDECIDED
 
 
 def judge(
@@ -75,7 +75,7 @@ def judge(
         arm: [1.0] * MIN_PAIRS + compute_crossing_probability(np.maximum.accumulate(values), planned).tolist()
         for arm, values in evidence.items()
     }
-    decided: dict[str, tuple[Word, int]] = {}
+    decided: dict[str, tuple[Outcome, int]] = {}
     for look in range(MIN_PAIRS, max(map(len, differences.values()), default=0) + 1):
         adjusted = adjust_holm([values[min(look, len(values) - 1)] for values in p_values.values()])
         for (arm, values), p_value in zip(differences.items(), adjusted, strict=True):
@@ -83,21 +83,21 @@ def judge(
                 continue
             if p_value <= level:
                 strongest = MIN_PAIRS + int(evidence[arm][: look - MIN_PAIRS + 1].argmax())
-                decided[arm] = (Word.HELPS if math.fsum(values[:strongest]) < 0 else Word.HURTS), strongest
+                decided[arm] = (Outcome.HELPS if math.fsum(values[:strongest]) < 0 else Outcome.HURTS), strongest
             elif look <= len(values):
                 _, low, high = compute_interval(values[:look], planned, level / len(differences))
                 if max(-low, high) < effect:
-                    decided[arm] = Word.NO_EFFECT, look
+                    decided[arm] = Outcome.NO_EFFECT, look
     judgments = {}
     for arm, values in differences.items():
-        word, look = decided.get(arm, (Word.UNDECIDED, len(values)))
+        outcome, look = decided.get(arm, (Outcome.UNDECIDED, len(values)))
         interval = compute_interval(values[:look], planned, level / len(differences))
-        judgments[arm] = Judgment(word, len(values), look, *interval, float(p_values[arm][-1]))
+        judgments[arm] = Judgment(outcome, len(values), look, *interval, float(p_values[arm][-1]))
     return judgments
 
 
 def adjust_holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values after the correction for their number by Holm (1979)."""
+    """Return the p-values adjusted by Holm's method (1979), in the given order."""
     order = np.argsort(p_values)
     steps = np.sort(p_values) * np.arange(len(p_values), 0, -1)
     adjusted = np.empty(len(p_values))
@@ -106,7 +106,7 @@ def adjust_holm(p_values: Sequence[float]) -> list[float]:
 
 
 def compute_crossing_probability(barrier: "float | np.ndarray", planned: int) -> np.ndarray:
-    """Return the probability that the z value exceeds barrier * sqrt(planned / n) at a look n without an effect."""
+    """Return the probability that |z| exceeds barrier * sqrt(planned / n) at any look n, if there is no effect."""
     from scipy.special import ndtr
 
     c = np.asarray(barrier, float)[..., None] + CONTINUITY / math.sqrt(planned)
@@ -181,8 +181,9 @@ def compute_power(
 def count_pairs(
     effect: float, deviation: float, level: float = LEVEL, power: float = POWER, degrees: float = math.inf
 ) -> int:
-    """Return the number of pairs that find an effect with this power; MAX_PLANNED if even those are too few.
+    """Return the fewest pairs, at least MIN_PLANNED, that find `effect` with probability `power`.
 
+    MAX_PLANNED if even those are too few.
     `degrees` is that of `compute_power`.
     """
     if not deviation:
@@ -201,7 +202,7 @@ def choose_batch(arms: int, workers: int) -> int:
 
 
 def find_detectable_effect(pairs: int, deviation: float, level: float = LEVEL, power: float = POWER) -> float:
-    """Return the effect that this many pairs find with this power."""
+    """Return the smallest effect that `pairs` pairs find with probability `power`."""
     from scipy.optimize import brentq
 
     high = 1.0

@@ -38,7 +38,7 @@ def test_every_config_builds(name):
     assert model.num_parameters() > 0
     assert next(model.parameters()).is_meta
     memory = getattr(config.model, "memory", None)
-    assert (memory is None) == (model.num_parameters(memory=True) == 0)
+    assert (memory is None) == (model.num_memory_parameters() == 0)
 
 
 @pytest.mark.parametrize(("section", "name"), CHOICES)
@@ -64,8 +64,8 @@ def test_every_yaml_file_is_reachable_and_states_its_purpose():
 def test_presets_have_the_stated_sizes(size):
     backbone, memory = SIZES[size]
     transformer, stacktrans = build(f"pretrain/transformer-{size}")[1], build(f"pretrain/stacktrans-{size}")[1]
-    assert transformer.num_parameters() == stacktrans.num_parameters(memory=False) == backbone
-    assert stacktrans.num_parameters(memory=True) == memory
+    assert transformer.num_parameters() == backbone
+    assert stacktrans.num_memory_parameters() == memory
     assert stacktrans.num_parameters() == backbone + memory
 
 

@@ -37,7 +37,7 @@ from stackexp.inspection.interventions import (
 )
 from stackexp.models.memories.base import Memory
 from stackexp.models.memories.residual_stack import ResidualStackOutput
-from stackexp.models.memories.stack import NEVER, PUSH
+from stackexp.models.memories.stack import IMPOSSIBLE_LOGIT, PUSH
 from stackexp.models.stack_recording import (
     ACTIONS,
     MEASUREMENTS,
@@ -179,7 +179,9 @@ def test_values_are_over_occupied_slots():
         assert recording.values["read_sharpness"].max() < 0.5, "empty slots take a share"
     model = build_model(num_slots=24)
     for memory in model.memories:
-        logits = torch.eye(3)[PUSH if memory.layer == 0 else 2].double().sub(1).mul(-NEVER).expand(2, 6, 2, 3)
+        logits = (
+            torch.eye(3)[PUSH if memory.layer == 0 else 2].double().sub(1).mul(-IMPOSSIBLE_LOGIT).expand(2, 6, 2, 3)
+        )
         memory.project = lambda h, x=memory.project_down, logits=logits: (x(h), logits)
     values = [recording.values for recording in record(model)]
     assert [torch.cat([v[n] for v in values]).unique().item() for n in ("occupancy", "read_slot")] == [1, 0]

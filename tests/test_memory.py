@@ -315,7 +315,7 @@ def test_each_sublayer_has_a_memory_with_its_own_parameters(axis):
     torch.manual_seed(0)
     model = Transformer(decoder_config(num_layers=2, axis=axis, site="each_sublayer", num_slots=5)).double()
     assert [memory.site for memory in model.memories] == ["after_attention", "after_block"] * 2
-    assert model.num_parameters(memory=True) == 4 * sum(p.numel() for p in make_memory().parameters())
+    assert model.num_memory_parameters() == 4 * sum(p.numel() for p in make_memory().parameters())
     tokens = torch.tensor([[1, 2, 3, 4]])
     output = model(tokens, probe=True)
     assert len(output.probes) == 4
@@ -423,7 +423,7 @@ def test_it_has_no_action_parameters_and_no_entropy_term():
     config = decoder_config(num_layers=3, **PUSH_ONLY)
     model = Transformer(config)
     memory = 2 * 12 * 6 + 6 + 1  # W_down and W_up, w_g, g
-    assert model.num_parameters(memory=True) == 3 * memory
+    assert model.num_memory_parameters() == 3 * memory
     assert model.entropy_weight == 0
     output = model(torch.zeros(1, 4, dtype=torch.int64), probe=True)
     assert output.probes[0]["push"] == 1

@@ -174,5 +174,5 @@ def test_plugin_needs_only_empty_state_and_forward():
     assert output.entropy == 0
     assert output.probes == [{}, {}]
     assert model.entropy_weight == 0
-    assert model.num_parameters(memory=True) == 2 * (12 * 12 + 12)
+    assert model.num_memory_parameters() == 2 * (12 * 12 + 12)
     assert model.layers[0].memory.flops_per_token(8) == 2 * (12 * 12 + 12)

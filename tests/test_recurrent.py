@@ -139,8 +139,8 @@ def test_parameter_counts_match_the_decoders(kind, column, like):
     assert config.hidden_size == MATCHED[kind][1]
     model = registry.build("model", replace(config, hidden_size=MATCHED[kind][column]))
     assert model.num_parameters() == pytest.approx(registry.build("model", decoder).num_parameters(), rel=0.01)
-    assert model.num_parameters() == model.num_parameters(memory=False) == sum(p.numel() for p in model.parameters())
-    assert model.num_parameters(memory=True) == 0
+    assert model.num_parameters() == sum(p.numel() for p in model.parameters())
+    assert model.num_memory_parameters() == 0
 
 
 def test_plan_supports_lstm():

@@ -9,7 +9,7 @@ import pytest
 from stackexp import sequential
 from stackexp.sequential import (
     MIN_PAIRS,
-    Word,
+    Outcome,
     choose_batch,
     compute_crossing_probability,
     compute_interval,
@@ -95,13 +95,13 @@ def test_judge_names_all_four_cases():
     steps = 0.004 * np.array([-1.0, 1, -0.5, 0.5, 0.2, -0.2, -0.8, 0.8])
     arms = {"good": steps - 0.03, "bad": steps + 0.03, "same": steps / 10, "noisy": 20 * steps}
     found = judge(arms, planned=8, effect=0.01)
-    assert {arm: judgment.word for arm, judgment in found.items()} == {
-        **{"good": Word.HELPS, "bad": Word.HURTS, "same": Word.NO_EFFECT, "noisy": Word.UNDECIDED}
+    assert {arm: judgment.outcome for arm, judgment in found.items()} == {
+        **{"good": Outcome.HELPS, "bad": Outcome.HURTS, "same": Outcome.NO_EFFECT, "noisy": Outcome.UNDECIDED}
     }
     assert found["good"].high < 0 < found["bad"].low
     assert not found["noisy"].is_decided
     early = judge({arm: values[:2] for arm, values in arms.items()}, planned=8, effect=0.01)
-    assert {judgment.word for judgment in early.values()} == {Word.UNDECIDED}
+    assert {judgment.outcome for judgment in early.values()} == {Outcome.UNDECIDED}
     assert early["good"].low == -math.inf
 
 
@@ -109,11 +109,11 @@ def test_a_verdict_stays_as_it_was_reached():
     """Later pairs do not change the word. Mean and interval are those of the pairs that decided, and agree with it."""
     values = [-0.1, -0.1001, -0.0999, 0.3, 0.28, 0.33, 0.31, 0.29]
     after = [judge({"arm": values[:n]}, planned=8, effect=0.01)["arm"] for n in (3, 4, 8)]
-    assert {(found.word, found.look, round(found.mean, 6)) for found in after} == {(Word.HELPS, 3, -0.1)}
+    assert {(found.outcome, found.look, round(found.mean, 6)) for found in after} == {(Outcome.HELPS, 3, -0.1)}
     assert [found.pairs for found in after] == [3, 4, 8]
     quiet = [*np.tile([0.001, -0.001], 4), *np.tile([0.03, -0.03], 4)]
     found = judge({"arm": quiet}, planned=16, effect=0.01)["arm"]
-    assert (found.word, found.pairs) == (Word.NO_EFFECT, 16)
+    assert (found.outcome, found.pairs) == (Outcome.NO_EFFECT, 16)
     assert found.look < 9
 
 
@@ -128,27 +128,27 @@ def test_no_later_pair_of_any_arm_changes_a_verdict():
         for n in range(3, 17):
             found = judge({arm: values[:n] for arm, values in arms.items()}, planned=16, effect=0.01)
             for arm, judgment in found.items():
-                verdict = (judgment.word, judgment.look, judgment.mean, judgment.low, judgment.high)
+                verdict = (judgment.outcome, judgment.look, judgment.mean, judgment.low, judgment.high)
                 assert decided.setdefault(arm, verdict) == verdict
                 if not judgment.is_decided:
                     del decided[arm]
         words.update(verdict[0] for verdict in decided.values())
-    assert min(words[word] for word in (Word.HELPS, Word.HURTS, Word.NO_EFFECT)) > 20
+    assert min(words[word] for word in (Outcome.HELPS, Outcome.HURTS, Outcome.NO_EFFECT)) > 20
 
 
 @pytest.mark.parametrize("mean", [-0.01, -0.003, 0.0])
 def test_the_interval_of_a_decided_arm_excludes_zero_on_the_side_of_its_verdict(mean):
     random = np.random.default_rng(2)
     found = [judge({"arm": random.normal(mean, 0.012, 16)}, planned=16, effect=0.001)["arm"] for _ in range(400)]
-    decided = [judgment for judgment in found if judgment.word in (Word.HELPS, Word.HURTS)]
+    decided = [judgment for judgment in found if judgment.outcome in (Outcome.HELPS, Outcome.HURTS)]
     assert decided
     for judgment in decided:
-        assert judgment.high < 0 if judgment.word == Word.HELPS else judgment.low > 0
+        assert judgment.high < 0 if judgment.outcome == Outcome.HELPS else judgment.low > 0
 
 
 def test_two_equal_arms_never_differ():
     found = judge({"copy": [0.0] * 8}, planned=8, effect=0.01)["copy"]
-    assert (found.word, found.low, found.high) == (Word.NO_EFFECT, 0, 0)
+    assert (found.outcome, found.low, found.high) == (Outcome.NO_EFFECT, 0, 0)
 
 
 def test_planned_pairs_and_detectable_effects_are_inverse():

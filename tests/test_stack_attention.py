@@ -108,7 +108,7 @@ def test_memory_runs_after_every_feed_forward():
     assert order == ["feed_forward", "memory"] * 3
     assert output.entropy == 0
     assert set(output.probes[0]) == {"push", "pop", "no_op", "read_share"}
-    assert model.num_parameters(memory=True) == 3 * (16 * 3 + 3)
+    assert model.num_memory_parameters() == 3 * (16 * 3 + 3)
 
 
 def test_flops_match_the_sum_over_steps():

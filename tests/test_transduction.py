@@ -102,11 +102,11 @@ def test_non_finite_gradient_error_has_step_and_length():
         model.configure_gradient_clipping(model.configure_optimizers()["optimizer"])
 
 
-def test_validation_tags_hold_means_and_every_length():
+def test_validation_scores_have_means_and_every_length():
     model = build()
-    assert model.validation_tags() == {}
+    assert model.tag_validation_scores() == {}
     model.set_metrics = {"length_041": {"accuracy": 0.5, "loss": 0.7}, "length_042": {"accuracy": 1.0, "loss": 0.1}}
-    assert model.validation_tags() == {
+    assert model.tag_validation_scores() == {
         "val/accuracy/average": 0.75,
         "val/loss/average": pytest.approx(0.4),
         "val/accuracy/length_041": 0.5,

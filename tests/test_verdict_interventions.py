@@ -31,7 +31,7 @@ def test_interventions_are_measured_once(trained, tmp_path):
     question = {"config": str(config), "arms": arms, "pairs": 4, "interventions_chunks": 8}
     (tmp_path / "copies.yaml").write_text(yaml.safe_dump(question))
     verdict = load_verdict(tmp_path / "copies.yaml", [f"logging.root={tmp_path}"])
-    plan = verdict.fix_plan()
+    plan = verdict.load_or_write_plan()
     folders = [trial.folder.path for (arm, _, _), trial in verdict.build_pairs(plan).trials.items() if arm == "stack"]
     for folder in folders:
         shutil.copytree(trained, folder)
@@ -79,7 +79,7 @@ def test_interventions_on_formal_languages_use_all_validation_strings(tmp_path, 
     question = {"config": str(trained / "config.yaml"), "arms": arms, "pairs": 4}
     Path("strings.yaml").write_text(yaml.safe_dump(question))
     verdict = load_verdict(Path("strings.yaml"), [])
-    for (arm, _, _), trial in verdict.build_pairs(verdict.fix_plan()).trials.items():
+    for (arm, _, _), trial in verdict.build_pairs(verdict.load_or_write_plan()).trials.items():
         if arm == "stack":
             shutil.copytree(trained, trial.folder.path)
     measure_pairs(verdict)

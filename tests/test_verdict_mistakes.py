@@ -28,6 +28,7 @@ def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, capsys
     changes = [
         ("environment.json", '["card"]', "[]", "had other data or another device than"),
         ("result.json", '"steps": 12', '"steps": 13', "was resumed with another config"),
+        ("result.json", '"steps": 12', '"steps": 11', "ended at step 11 of 12; remove the callback"),
         ("config.yaml", "eval_sequences: null", "eval_sequences: 3", "was resumed with another config"),
     ]
     for name, old, new, expected in changes:

@@ -82,6 +82,11 @@ class StackMemoryConfig:
     state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the stored stacks (CUDA, axis depth); auto is that of the matrix products. CPUs store float32."""
 
+    @property
+    def updates_per_layer(self) -> int:
+        """The number of updates of a token's stacks in one layer."""
+        return 2 if self.site == "each_sublayer" else 1
+
     def find_errors(self, model: "TransformerConfig") -> Errors:
         """Yield the errors that involve several options of the memory or the model."""
         width = self.num_heads * self.head_dim

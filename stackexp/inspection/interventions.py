@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from stackexp.errors import ConfigError
 from stackexp.models.memories.base import Memory
 from stackexp.models.memories.residual_stack import ResidualStack
-from stackexp.models.memories.stack import NEVER, StackMemory
+from stackexp.models.memories.stack import IMPOSSIBLE_LOGIT, StackMemory
 from stackexp.models.stack_recording import ACTIONS, Recording, Stack, find_recorded, record_memories, wrap_method
 from stackexp.modules.scores import TOO_FEW_CHUNKS, estimate_sampling_error
 from stackexp.modules.transduction import compute_answer_losses
@@ -240,7 +240,7 @@ def clear(state: Any) -> Any:
 def _force(memory: Stack, logits: Tensor, index: int, value: int) -> Tensor:
     """Set the probability of an action to 0 or 1; with 0 the others keep their ratio."""
     is_chosen = torch.arange(logits.shape[-1], device=logits.device) == index
-    return logits.masked_fill(is_chosen if value == 0 else ~is_chosen, NEVER)
+    return logits.masked_fill(is_chosen if value == 0 else ~is_chosen, IMPOSSIBLE_LOGIT)
 
 
 def _freeze(memories: Sequence[Memory], means: list[Recording]) -> Callable[[Stack, Tensor], Tensor]:
@@ -253,7 +253,7 @@ def _freeze(memories: Sequence[Memory], means: list[Recording]) -> Callable[[Sta
 
 def _harden(memory: Stack, logits: Tensor) -> Tensor:
     """Set the probability of the most probable action to 1."""
-    return logits.masked_fill(logits < logits.amax(-1, keepdim=True), NEVER)
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True), IMPOSSIBLE_LOGIT)
 
 
 def _drop_read(memory: Memory, read: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def apply_linears(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
     One product reads x once. In eager code, its backward pass would copy all gradients into one tensor first.
     """
     rows, outputs = x.shape[:-1].numel(), [linear.out_features for linear in linears]
-    if not torch.compiler.is_compiling() or rows < sum(outputs):  # else copying the weights takes longer
+    if not torch.compiler.is_compiling() or rows < sum(outputs):  # few rows: joining the weights costs more
         return tuple(linear(x) for linear in linears)
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return F.linear(x, torch.cat([linear.weight for linear in linears]), bias).split(outputs, -1)

@@ -93,9 +93,13 @@ class Recurrent(nn.Module):
                 if not isinstance(module, nn.Identity):
                     module.reset_parameters()
 
-    def num_parameters(self, memory: bool | None = None) -> int:
-        """Count all parameters. All belong to the backbone (memory=False) and none to a memory (memory=True)."""
-        return 0 if memory else sum(p.numel() for p in self.parameters())
+    def num_parameters(self) -> int:
+        """Count all parameters."""
+        return sum(p.numel() for p in self.parameters())
+
+    def num_memory_parameters(self) -> int:
+        """Return 0: all parameters belong to the backbone."""
+        return 0
 
     def flops_per_token(self, context_length: int) -> float:
         """Return the FLOPs of one training pass (3 x forward) per token; a multiply-add counts 2."""

@@ -38,7 +38,7 @@ from stackexp.models.layers import (
 )
 from stackexp.models.memories.base import EACH_SUBLAYER, Memory, State, Stats, apply_memory, check_interface
 
-MAX_GRAPHS = 64  # of each compiled part: training and evaluation, with each shape and kind of mask
+MAX_GRAPHS = 64  # per compiled part: training and evaluation, each shape and kind of mask
 
 
 def attend(
@@ -141,7 +141,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, State, KeysValues, list[Stats]]:
         """Run the block; `recompute_parts`: recompute each sublayer and memory selectively in the backward pass."""
 
-        def call(part: Callable, *args: Any) -> Any:
+        def run_part(part: Callable, *args: Any) -> Any:
             if self.compile_options is None:
                 return part(self, *args)
             return _compile_part(part, recompute_parts, self.compile_options)(self, *args)
@@ -151,7 +151,7 @@ class Block(nn.Module):
         if memories and state is None:
             state = self.memories[0].empty_state(h)
 
-        def call_memory(site: str, h: Tensor, state: State, previous: Tensor) -> tuple[Tensor, State]:
+        def run_memory(site: str, h: Tensor, state: State, previous: Tensor) -> tuple[Tensor, State]:
             if site not in memories:
                 return h, state
             args = (memories[site], h, state, previous, probe)
@@ -164,15 +164,16 @@ class Block(nn.Module):
             return h, state
 
         previous = h
-        h, state = call_memory("before_attention", h, state, previous)
+        h, state = run_memory("before_attention", h, state, previous)
         if "after_attention" in memories:
-            h, keys_values = call(attend, h, positions, kv_cache, mask)
-            h, state = call_memory("after_attention", h, state, previous)
-            previous = previous if self.attention_memory is None else h
-            h = call(feed_forward, h)
+            h, keys_values = run_part(attend, h, positions, kv_cache, mask)
+            h, state = run_memory("after_attention", h, state, previous)
+            if self.attention_memory is not None:  # site each_sublayer
+                previous = h
+            h = run_part(feed_forward, h)
         else:
-            h, keys_values = call(run_body, h, positions, kv_cache, mask)
-        h, state = call_memory("after_block", h, state, previous)
+            h, keys_values = run_part(run_body, h, positions, kv_cache, mask)
+        h, state = run_memory("after_block", h, state, previous)
         return h, state, keys_values, stats
 
 
@@ -195,10 +196,10 @@ class Cache:
     max_length: int | None = None  # None: keys and values grow
 
     def fix_size(self, max_length: int, device: torch.device) -> None:
-        """Allocate keys and values for `max_length` tokens in total; all later ones come one by one.
+        """Allocate keys and values for `max_length` tokens in total. From now on, each forward pass takes one token.
 
         Length, keys and values are then updated in place, so that a CUDA graph can repeat the pass of one token.
-        With `attention_window`, only the window before is filled.
+        With `attention_window`, entries older than the window stay zero.
         """
         for layer, keys_values in self.keys_values.items():
             first = self.length - keys_values[0].shape[2]
@@ -250,7 +251,7 @@ class Transformer(nn.Module):
             layer.compile_options = tuple(options.items())
 
     def _build_memory(self, layer: int) -> Memory:
-        with torch.random.fork_rng([]):  # constructors draw nothing on a meta device, so undo their draws
+        with torch.random.fork_rng([]):  # restores the random state: constructors draw, but not on a meta device
             memory = registry.build("memory", self.config.memory, model=self.config, layer=layer)
         check_interface(memory)
         return memory
@@ -272,7 +273,7 @@ class Transformer(nn.Module):
 
     @property
     def output_head(self) -> Head:
-        """The projection of hidden states to logits. In a sharded model it is valid after a forward pass."""
+        """The projection of hidden states to logits. In a sharded model, valid only after a forward pass."""
         return Head(self.head.weight if self.head else self.embedding.weight)
 
     def forward(
@@ -308,13 +309,13 @@ class Transformer(nn.Module):
         if self.axis == "token_major":  # all layers for one token, then the next token
             cache = Cache() if cache is None else cache
             columns, stats = zip(*(self._run_layers(column, cache, probe) for column in h.split(1, 1)), strict=True)
-            h, stats = torch.cat(columns, 1), [_average(of_memory) for of_memory in zip(*stats, strict=True)]
+            h, stats = torch.cat(columns, 1), [_average(entries) for entries in zip(*stats, strict=True)]
         else:
             h, stats = self._run_layers(h, cache, probe, documents, document_bounds)
         h = self.norm(h)
         if self.config.mup_base_size is not None:
             h = h * (self.config.mup_base_size / self.config.hidden_size)  # the scale of the logits, before their head
-        entropies = [of_memory["entropy"] for of_memory in stats if "entropy" in of_memory]
+        entropies = [entry["entropy"] for entry in stats if "entropy" in entry]
         entropy = torch.stack(entropies).mean() if entropies else h.new_zeros((), dtype=torch.float32)
         probes = [{name: value.detach() for name, value in s.items()} for s in stats] if probe else None
         if return_hidden:
@@ -356,10 +357,10 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.layers):
             key = i if axis == "time" else 0
             kv_cache = cache.get_layer(i) if cache else None
-            h, states[key], keys_values, of_layer = layer(
+            h, states[key], keys_values, layer_stats = layer(
                 h, states.get(key), positions, kv_cache, mask, probe=probe, recompute=self.checkpoint_blocks
             )
-            stats += of_layer
+            stats += layer_stats
             if cache and num_keys is None:
                 num_unused = max(0, keys_values[0].shape[2] + 1 - window) if window else 0
                 cache.keys_values[i] = tuple(x[:, :, num_unused:] for x in keys_values)
@@ -374,15 +375,15 @@ class Transformer(nn.Module):
         """
         config, length = self.config, h.shape[1]
         rope = scale = None
-        positions = slice(None) if documents is None else compute_document_positions(documents)
+        rows = slice(None) if documents is None else compute_document_positions(documents)  # of the tables
         if config.positional == "rope":
-            rope = build_rope_table(config, start, length, h)[:, positions]
+            rope = build_rope_table(config, start, length, h)[:, rows]
             rope = rope if documents is None else rope.unsqueeze(2)
         elif config.positional == "sinusoidal":
             table = build_sinusoidal_table(config.hidden_size, start, length, h)
-            h = math.sqrt(config.hidden_size) * h + table[positions].to(h.dtype)
+            h = math.sqrt(config.hidden_size) * h + table[rows].to(h.dtype)
         if config.attention_log_base:
-            scale = compute_query_scale(config, (start + torch.arange(length, device=h.device))[positions], h)
+            scale = compute_query_scale(config, (start + torch.arange(length, device=h.device))[rows], h)
             scale = scale if documents is None else scale.unsqueeze(1)
         return h, Positions(rope, scale)
 
@@ -396,13 +397,13 @@ class Transformer(nn.Module):
             with full_parameters(memory):
                 memory.init_weights()
 
-    def num_parameters(self, memory: bool | None = None) -> int:
-        """Count all parameters, a tied embedding once; only the memories' (True) or only the backbone's (False)."""
-        in_memories = sum(p.numel() for m in self.memories for p in m.parameters())
-        if memory is True:
-            return in_memories
-        total = sum(p.numel() for p in self.parameters())
-        return total if memory is None else total - in_memories
+    def num_parameters(self) -> int:
+        """Count all parameters, a tied embedding once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def num_memory_parameters(self) -> int:
+        """Count the parameters of all memories."""
+        return sum(p.numel() for memory in self.memories for p in memory.parameters())
 
     def flops_per_token(self, context_length: int) -> float:
         """Return the FLOPs of one training pass (3 x forward) per token of a sequence of `context_length` tokens.

@@ -32,7 +32,7 @@ from stackexp.stack.dispatch import HAS_TRITON
 
 log = logging.getLogger(__name__)
 Batch = dict[str, Any]
-"""What a data module's loader yields: tensors by name, and numpy arrays and numbers that stay on the CPU."""
+"""A batch of a data module: tensors by name, and numpy arrays and numbers that stay on the CPU."""
 
 
 def compile_model(model: Any, choice: bool | str, device_type: str, has_fixed_lengths: bool) -> bool:
@@ -57,13 +57,13 @@ class TrainingModule(pl.LightningModule):
         validation_probes: Measurements of the memory in the current validation.
         set_metrics: Scores of the last evaluation, {set: {score: value}}.
         set_metrics_step: The optimizer step after which they were measured.
-        chunk_losses: {set: [2, N]}, loss and number of predictions of each chunk, of the sets that were scored whole.
+        chunk_losses: {set: [2, N]}, loss in nats and number of predictions of each chunk; only sets scored whole.
         probe: True if the training step also measures the memory.
         is_compiled: True if model and loss use torch.compile.
         warm_start: The weights from which training starts, if it starts neither at random nor from a checkpoint.
     """
 
-    sample_name = "samples"  # the noun for what `compute_objective` receives, in messages
+    sample_name = "samples"  # what messages call the ids in `samples`
     has_fixed_lengths = False  # whether all batches have the same number of tokens
 
     def __init__(self, config: ExperimentConfig, weights: Path | None = None):
@@ -110,8 +110,11 @@ class TrainingModule(pl.LightningModule):
         """Return the scores of a set from its complete metric. Every rank calls this."""
         return metric.compute()
 
-    def validation_tags(self) -> dict[str, float]:
-        """Return the tags of the last validation; `metric_tags.AVERAGE_LOSS` selects the best checkpoint."""
+    def tag_validation_scores(self) -> dict[str, float]:
+        """Return the scores of the last validation by tag.
+
+        That of `metric_tags.AVERAGE_LOSS` selects the best checkpoint.
+        """
         raise NotImplementedError
 
     @property
@@ -168,10 +171,11 @@ class TrainingModule(pl.LightningModule):
         if average is not None:
             average.update(self.global_step + 1)
 
-    def compute_objective(self, losses: Losses, output: DecoderOutput, samples: Tensor) -> Tensor:
+    def compute_training_loss(self, losses: Losses, output: DecoderOutput, samples: Tensor) -> Tensor:
         """Return cross entropy + z_loss x mean squared log-partition function + lambda x mean action entropy.
 
-        Records the terms in `step_metrics`, and losses and `samples` for `configure_gradient_clipping`.
+        `samples` int64 [n] are the ids that errors and spike warnings list. The terms go to `step_metrics`; losses and
+        ids are kept until `configure_gradient_clipping`.
         """
         self._samples.append(samples)
         self._losses.append(losses.cross_entropy.float())
@@ -244,11 +248,11 @@ class TrainingModule(pl.LightningModule):
     def _handle_spike(self, loss: float) -> None:
         """Log a loss spike with its samples; with `skip_spikes`, drop the gradients so that nothing is updated."""
         trainer = self.config.trainer
-        deviations = 0.0 if trainer.spike_threshold is None else self._spikes.measure_deviation(loss)
-        if trainer.spike_threshold is None or deviations <= trainer.spike_threshold:
-            self._spikes.add(loss)
+        threshold = math.inf if trainer.spike_threshold is None else trainer.spike_threshold
+        deviations = self._spikes.measure_deviation(loss)
+        self._spikes.add(loss, max_deviations=threshold)
+        if deviations <= threshold:
             return
-        self._spikes.add(loss, max_deviations=trainer.spike_threshold)
         self.step_metrics.add("train/spike", deviations)
         if trainer.skip_spikes:
             for parameter in self.parameters():
@@ -268,7 +272,7 @@ class TrainingModule(pl.LightningModule):
             entries = [None] * dist.get_world_size()
             dist.all_gather_object(entries, entry)
         at_fault = [entry for entry in entries if entry[0]] or entries  # none: only the gradients are not finite
-        samples = ", ".join(f"{numbers} of rank {rank}" for _, rank, numbers in at_fault)
+        samples = ", ".join(f"{ids} of rank {rank}" for _, rank, ids in at_fault)
         return (
             f"step {self.global_step + 1}: loss {loss} with gradient norm {norm} on {self.sample_name} {samples}; "
             f"nothing was updated; lower optimizer.lr or inspect these {self.sample_name}"
@@ -316,7 +320,11 @@ class TrainingModule(pl.LightningModule):
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
+        """Record the step of the scores, and pass them to callbacks that monitor them, such as EarlyStopping."""
+        self.set_metrics_step = self.global_step
+        if self.trainer.state.fn == "fit":
+            self.log_dict(self.tag_validation_scores(), logger=False)
+
+    def on_test_epoch_end(self) -> None:
         """Record the step of the scores."""
         self.set_metrics_step = self.global_step
-
-    on_test_epoch_end = on_validation_epoch_end

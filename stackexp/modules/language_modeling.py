@@ -44,7 +44,7 @@ class LanguageModeling(TrainingModule):
             return_hidden=self.criterion.needs_hidden,
         )
         losses = self.criterion(self.model, output, batch["tokens"])
-        return self.compute_objective(losses, output, batch["index"])
+        return self.compute_training_loss(losses, output, batch["index"])
 
     def new_set_metric(self, dataset: EvaluationSet, loader: DataLoader) -> ChunkLosses:
         """Return an empty metric with one entry per chunk that the loader yields."""
@@ -65,6 +65,6 @@ class LanguageModeling(TrainingModule):
             sums[2] = 0
         return compute_set_scores(sums, dataset.bytes_per_token, with_interval=is_whole)
 
-    def validation_tags(self) -> Scores:
+    def tag_validation_scores(self) -> Scores:
         """Return the tags of the last validation."""
         return tag_scores("val", self.set_metrics)

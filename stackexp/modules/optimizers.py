@@ -53,9 +53,10 @@ def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
     return MuonAdamW(muon, _build_adamw(config, group_parameters(config, model, others)))
 
 
+# With muP, the learning rate of a weight is proportional to d^-e. These are the exponents e by fan; others have 0.
 ADAMW_EXPONENTS = {"in": 1.0, "both": 1.0, "vectors": 1.0}
 MUON_EXPONENTS = {"in": 1.0, "both": 0.5, "out": 0.0}
-"""With muP, the learning rate falls as d to the power of minus this, by the fan of a weight; 0 for other fans.
+"""Exponents for Muon.
 
 An update [m, n] should change each output equally at every d. An update of AdamW and an input of n elements of size 1
 change an output in proportion to n. One of Muon has the spectral norm 0.2 sqrt(max(m, n)), and the input the norm
@@ -78,13 +79,13 @@ def group_parameters(
     width_scale = 1.0 if options is None or base is None else base / options.hidden_size
     fans = _find_fans(model, is_required=base is not None)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    constant = embeddings | _find_undecayed(model)
+    undecayed = embeddings | _find_undecayed(model)
     in_memories = {p for memory in getattr(model, "memories", ()) for p in memory.parameters()}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for p in parameters:
         lr = config.memory_lr if config.memory_lr and p in in_memories else config.lr
         lr *= width_scale ** exponents.get(fans.get(p, "none"), 0.0)
-        decay = config.weight_decay if p.ndim >= 2 and p not in constant else 0.0
+        decay = config.weight_decay if p.ndim >= 2 and p not in undecayed else 0.0
         groups.setdefault((lr, decay), []).append(p)
     return [{"params": members, "lr": lr, "weight_decay": decay} for (lr, decay), members in groups.items()]
 
@@ -160,35 +161,37 @@ Schedule = Callable[[int], float]
 def build_cosine(config: CosineConfig, max_steps: int) -> Schedule:
     """Build warmup, then a half cosine to `final_fraction` at `max_steps`."""
     decay_steps = max_steps - config.warmup_steps
-    return _build(config, max_steps, decay_steps, lambda progress: 0.5 * (1 + math.cos(math.pi * progress)))
+    return _build_schedule(config, max_steps, decay_steps, lambda progress: 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def build_linear(config: LinearConfig, max_steps: int) -> Schedule:
     """Build warmup, then a linear decay to `final_fraction` at `max_steps`."""
-    return _build(config, max_steps, max_steps - config.warmup_steps, lambda progress: 1 - progress)
+    return _build_schedule(config, max_steps, max_steps - config.warmup_steps, lambda progress: 1 - progress)
 
 
 def build_warmup_stable_decay(config: WarmupStableDecayConfig, max_steps: int) -> Schedule:
     """Build warmup, a constant rate, and a decay over the last steps (SmolLM's recipes)."""
     shapes = {"linear": lambda progress: 1 - progress, "one_minus_sqrt": lambda progress: 1 - math.sqrt(progress)}
-    return _build(config, max_steps, config.count_decay_steps(max_steps), shapes[config.decay])
+    return _build_schedule(config, max_steps, config.count_decay_steps(max_steps), shapes[config.decay])
 
 
-def _build(config: ScheduleConfig, max_steps: int, decay_steps: int, shape: Callable[[float], float]) -> Schedule:
+def _build_schedule(
+    config: ScheduleConfig, max_steps: int, decay_steps: int, shape: Callable[[float], float]
+) -> Schedule:
     """Build linear warmup from 0 to 1, then a constant 1, then a decay over the last `decay_steps`.
 
     The decay is final_fraction + (1 - final_fraction) * shape, with `shape` a function of the progress from 0 to 1.
     """
 
-    def factor(step: int) -> float:
+    def compute_factor(step: int) -> float:
         if step < config.warmup_steps:
             return step / config.warmup_steps
-        if step <= max_steps - decay_steps or decay_steps == 0:  # after the last step, Lightning asks for one more
+        if step <= max_steps - decay_steps or decay_steps == 0:  # Lightning also asks for step max_steps + 1
             return 1.0
         progress = min(1.0, (step - (max_steps - decay_steps)) / decay_steps)
         return config.final_fraction + (1 - config.final_fraction) * shape(progress)
 
-    return factor
+    return compute_factor
 
 
 class WeightAverage:

@@ -60,7 +60,7 @@ class Transduction(TrainingModule):
         logits = output.logits[:, -targets.shape[1] :]
         losses = compute_losses(logits, targets, self.config.trainer.z_loss, self.config.data.label_smoothing)
         is_correct = (self.predict(logits) == targets) & batch["mask"]
-        loss = self.compute_objective(losses, output, torch.tensor([batch["length"]]))
+        loss = self.compute_training_loss(losses, output, torch.tensor([batch["length"]]))
         self.step_metrics.add("train/accuracy", is_correct.sum() / batch["counted"])
         self.step_metrics.add("train/max_length", float(batch["max_length"]))
         return loss
@@ -86,7 +86,7 @@ class Transduction(TrainingModule):
         probability, choice = logits[..., ids].softmax(-1).max(-1)
         return ids[choice].where(probability >= LIKELY, NO_TARGET)
 
-    def validation_tags(self) -> dict[str, float]:
+    def tag_validation_scores(self) -> dict[str, float]:
         """Return the means over lengths and the accuracy at each length."""
         if not self.set_metrics:
             return {}
@@ -118,7 +118,7 @@ class Arithmetic(TrainingModule):
         output = self.model(batch["tokens"], probe=self.probe)
         logits = output.logits[:, -batch["targets"].shape[1] :]
         losses = compute_losses(logits, batch["targets"], self.config.trainer.z_loss)
-        loss = self.compute_objective(losses, output, batch["index"])
+        loss = self.compute_training_loss(losses, output, batch["index"])
         self.step_metrics.add("train/accuracy", (logits.argmax(-1) == batch["targets"]).all(1).float().mean())
         return loss
 
@@ -132,7 +132,7 @@ class Arithmetic(TrainingModule):
         is_right = (logits.argmax(-1) == batch["targets"]).all(1, keepdim=True)
         metric.update(batch["index"], losses, is_right, torch.ones_like(is_right))
 
-    def validation_tags(self) -> dict[str, float]:
+    def tag_validation_scores(self) -> dict[str, float]:
         """Return accuracy and loss of the held-out problems."""
         (scores,) = self.set_metrics.values()
         return {AVERAGE_ACCURACY: scores["accuracy"], AVERAGE_LOSS: scores["loss"]}

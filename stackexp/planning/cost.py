@@ -127,7 +127,7 @@ def make_plan(config: ExperimentConfig, device: str = DEFAULT_DEVICE, mfu: float
         device=device,
         mfu=mfu,
         parameters=model.num_parameters(),
-        memory_parameters=model.num_parameters(memory=True),
+        memory_parameters=model.num_memory_parameters(),
         flops_per_token=model.flops_per_token(config.data.context_length),
     )
 

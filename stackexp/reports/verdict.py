@@ -24,7 +24,7 @@ from stackexp.sequential import (
     MAX_PLANNED,
     POWER,
     Judgment,
-    Word,
+    Outcome,
     compute_interval,
     count_pairs,
     estimate_deviation,
@@ -142,10 +142,10 @@ def format_word(
 
     The hours are those of one device (a core or a GPU) for both runs of each pair.
     """
-    if judgment.word == Word.NO_EFFECT:
+    if judgment.outcome == Outcome.NO_EFFECT:
         return f"no effect above {plan.effect:g}"
-    if judgment.word != Word.UNDECIDED:
-        return str(judgment.word)
+    if judgment.outcome != Outcome.UNDECIDED:
+        return str(judgment.outcome)
     if diverged is not None:
         return f"undecided: seed {diverged} diverged"
     left = plan.pairs - judgment.pairs

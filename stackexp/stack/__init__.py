@@ -44,12 +44,12 @@ def empty(
         num_updates: The number of steps that follow, if it is known. Only then can the Triton depth step use the
             coefficient form; see `triton/coefficients.py`.
     """
-    module = dispatch.choose_state_module(like, axis)
-    if module is depth_step and num_updates and dispatch.uses_coefficients(like, num_updates, num_slots, head_dim):
-        return coefficients.empty(shape, num_slots, head_dim, like[..., :0], num_updates, dtype)
-    if module is depth_step:
-        return depth_step.empty(shape, num_slots, head_dim, like[..., :0], dtype=dtype)
-    return module.empty(shape, num_slots, head_dim, _widen(like[..., :0]))
+    module, empty_like = dispatch.choose_state_module(like, axis), like[..., :0]  # only its device and dtype matter
+    if module is not depth_step:
+        return module.empty(shape, num_slots, head_dim, _widen(empty_like))
+    if num_updates and dispatch.uses_coefficients(like, num_updates, num_slots, head_dim):
+        return coefficients.empty(shape, num_slots, head_dim, empty_like, num_updates, dtype)
+    return depth_step.empty(shape, num_slots, head_dim, empty_like, dtype=dtype)
 
 
 def step(
@@ -112,7 +112,8 @@ def scan(
     """
     if x.shape[1] == 0:
         x = _widen(x.detach())
-        return StackOutput(x, x.new_zeros(*x.shape[:3], 3), x.new_zeros(x.shape[:3]), x.new_zeros(x.shape[:3])), state
+        zeros = x.new_zeros(x.shape[:3])
+        return StackOutput(x, x.new_zeros(*x.shape[:3], 3), entropy=zeros, occupancy=zeros), state
     with torch.autocast(x.device.type, enabled=False):
         feedback = feedback and tuple(map(_widen, feedback))
         query = None if query is None else _widen(query)

@@ -78,9 +78,7 @@ def choose_step_module(x: Tensor) -> ModuleType:
 
 def choose_plain_module() -> ModuleType:
     """Return the module that updates a `StackState` for an option that the kernels do not have."""
-    return (
-        reference if _requested == "reference" else _load_module(_select("eager") if _requested == "auto" else "eager")
-    )
+    return _load_module("reference" if _select("eager") == "reference" else "eager")
 
 
 def choose_scan_module(x: Tensor) -> ModuleType:
@@ -93,11 +91,11 @@ def choose_scan_module(x: Tensor) -> ModuleType:
 
 
 def choose_products(h: Tensor, dtype: torch.dtype) -> ModuleType | None:
-    """Return the products of `stackexp.stack.projection` with h, or None for separate operations; log those on CUDA.
+    """Return the module with the fused products for h, or None for separate operations; log the choice on CUDA.
 
-    `dtype` is that of the products: on CPUs the dtype of h, on CUDA one of 16 bits. In float32, PyTorch's products are
-    faster there, so these run only if the implementation `triton` is requested. Fake tensors then count the memory that
-    CUDA uses.
+    `dtype` is the dtype of the products. On CPUs it must be that of h: float32 or float64. On CUDA it must have 16
+    bits; float32 requires the implementation `triton`, because PyTorch's products are faster. With `triton`, a fake h
+    gets what `auto` would choose on CUDA, so that `plan` counts that memory.
     """
     is_fake = _requested == "triton" and isinstance(h, FakeTensor)
     if _requested in ("reference", "eager") or not (is_fake or _is_executed_eagerly(h)):

@@ -93,12 +93,14 @@ class Stage:
 
 def _read_score(trial: Trial, objective: str) -> float:
     """Return the score of a finished trial. Raises RunError if the run was resumed with another config."""
-    path, result = trial.folder.path, trial.folder.read_result()
-    is_changed = result.steps != trial.config.trainer.max_steps
+    path, result, steps = trial.folder.path, trial.folder.read_result(), trial.config.trainer.max_steps
+    is_changed = result.steps > steps
     if not is_changed and trial.folder.config.read_text(encoding="utf-8") != to_yaml(trial.config):
         is_changed = compute_config_hash(load_config(trial.folder.config)) != compute_config_hash(trial.config)
     if is_changed:
         raise RunError(f"{path}: was resumed with another config than the verdict's; move the folder elsewhere")
+    if result.steps < steps:
+        raise RunError(f"{path}: ended at step {result.steps} of {steps}; remove the callback that ended it")
     try:
         return get_number(result.to_dict(), objective, missing=math.inf)
     except RunError as error:
@@ -113,7 +115,7 @@ class Verdict:
     config: VerdictConfig
     tree: Tree
     overrides: tuple[str, ...] = ()
-    budget: float = 1.0  # what the file's steps were multiplied by
+    budget: float = 1.0  # factor by which --budget scaled the file's steps
 
     @property
     def name(self) -> str:
@@ -248,7 +250,10 @@ class Verdict:
         }
 
     def read_plan(self) -> Plan | None:
-        """Return the plan in the folder; None if there is none. Raises ConfigError if the file asks something else."""
+        """Return the plan in the folder, or None.
+
+        Raises ConfigError if the question has changed, and RunError for a damaged or incompatible plan.
+        """
         path = self.folder / PLAN
         if not path.is_file():
             return None
@@ -270,14 +275,14 @@ class Verdict:
             )
         return plan
 
-    def fix_plan(self) -> Plan:
+    def load_or_write_plan(self) -> Plan:
         """Return the plan in the folder; write it if there is none.
 
-        Raises what `read_plan` and `make_plan` raise, and RunError if there are pairs without a plan.
+        Raises what `read_plan` and `choose_plan` raise, and RunError if there are pairs without a plan.
         """
         plan = self.read_plan()
         if plan is None:
-            plan = self.make_plan()
+            plan = self.choose_plan()
             if self.build_pairs(plan).read_scores():
                 raise RunError(
                     f"{self.folder}/pairs: has results of these seeds, but {PLAN} is missing; restore it, or set "
@@ -287,7 +292,7 @@ class Verdict:
             write_json(self.folder / PLAN, add_sha256(dataclasses.asdict(plan)))
         return plan
 
-    def make_plan(self) -> Plan:
+    def choose_plan(self) -> Plan:
         """Choose the best values of each arm, the number of pairs, and the steps at equal time, by the tuning runs.
 
         Raises RunError if an arm has no finished point, or what `measure_speeds` raises.
@@ -363,7 +368,7 @@ class Verdict:
         run = partial(self._run_part, launcher=launcher, max_parallel=max_parallel)
         if self.tuning and not run(self.tuning, list(self.tuning.trials)):
             return False
-        plan = self.fix_plan()
+        plan = self.load_or_write_plan()
         stage, arms = self.build_pairs(plan), self.arms
         before = stage.read_scores()
         workers = Machine(stage.sweep, stage.sweep.trials, max_parallel).parallel if launcher == "local" else None
@@ -377,12 +382,12 @@ class Verdict:
             scores = {key: score for key, score in stage.read_scores().items() if key[2] in seeds}
             judgments = judge_pairs(plan, scores)
             if not before.keys() >= set(keys):
-                words = (f"{arm} {judgment.word}" for arm, judgment in judgments.items())
-                print(f"after {end} of {plan.pairs} pairs: {', '.join(words)}", flush=True)
+                outcomes = (f"{arm} {judgment.outcome}" for arm, judgment in judgments.items())
+                print(f"after {end} of {plan.pairs} pairs: {', '.join(outcomes)}", flush=True)
             if self.config.stop_when_decided:
                 diverged = find_diverged(plan, scores)
-                left = [arm for arm, j in judgments.items() if not j.is_decided and arm not in diverged]
-                arms = [plan.baseline, *left] if left else []
+                undecided = [arm for arm, j in judgments.items() if not j.is_decided and arm not in diverged]
+                arms = [plan.baseline, *undecided] if undecided else []
         return True
 
     def check_plugins(self) -> None:

@@ -58,7 +58,9 @@ class _DistributedCheckpoints:
     """A mixin that saves model and optimizer in the background, and loads them, with torch.distributed.checkpoint."""
 
     restore_checkpoint_after_setup = True
-    lightning_restore_optimizer = False  # `load_checkpoint` restores it
+    lightning_restore_optimizer = False
+
+    # Lightning's own state has no tensors: `save_checkpoint` and `load_checkpoint` transfer them
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}
@@ -78,7 +80,7 @@ class _DistributedCheckpoints:
         path = Path(checkpoint_path)
         state, trainer = checkpoints.load_state(path), self.lightning_module.trainer
         check_structure(path, state, build_state(trainer))
-        state["pytorch-lightning_version"] = pl.__version__  # another one would convert the state
+        state["pytorch-lightning_version"] = pl.__version__  # Lightning would migrate the state of another version
         tensors = self._collect_tensors()
         checkpoints.load_tensors(tensors, path)
         set_model_state_dict(self.lightning_module.model, tensors["model"])
@@ -121,6 +123,7 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
         self._writer = CheckpointWriter()
         self._tokenizer_sha256: str | None = None
         self._loaded: tuple[int, bool] | None = None  # step and `has_position` of the checkpoint that is resumed
+        self._is_ended = False  # True if a callback had ended the training before a kill
 
     def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         # On a slow disk, writing a checkpoint can take longer than a timeout.
@@ -138,6 +141,7 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
             if trainer.global_step != step or (needs_position and not is_positioned):
                 reason = f"{checkpoints.STATE} lacks its position in the training data, or counts other steps"
                 raise damaged_error(Path(str(trainer.ckpt_path)), reason)
+        trainer.should_stop |= self._is_ended
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer)
@@ -146,6 +150,7 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
             "version": VERSION,
             "config": to_dict(module.config),
             "accumulate_grad_batches": module.config.accumulate_grad_batches,
+            "is_ended": trainer.should_stop,  # by a callback
             "tokens": module.tokens,
             "tokenizer_sha256": self._tokenizer_sha256,
             "python_rng": random.getstate(),
@@ -155,7 +160,12 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Restore the random states, those of rank 0 on all ranks, and rescale the progress."""
-        state, self._loaded = checkpoint["stackexp"], (checkpoint["global_step"], has_position(checkpoint))
+        state = checkpoint["stackexp"]
+        before, now = state["config"]["trainer"]["max_steps"], self._config.max_steps
+        self._is_ended = (
+            state.get("is_ended", False) and before == now and _contains(self._folder, Path(str(trainer.ckpt_path)))
+        )
+        self._loaded = checkpoint["global_step"], has_position(checkpoint)
         random.setstate(state["python_rng"])
         torch.set_rng_state(state["torch_rng"])
         cuda_rng = state["cuda_rng"]
@@ -188,12 +198,12 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
             return
         self._writer.wait()
         if trainer.is_global_zero and path.is_dir():
-            tags = module.validation_tags()
+            tags = module.tag_validation_scores()
             if AVERAGE_LOSS in tags:
                 write_validation(path, tags[AVERAGE_LOSS], tags.get(AVERAGE_ACCURACY))
 
     def on_validation_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Save the last step if the validation has ended the training, as Lightning's EarlyStopping does."""
+        """Save the last step if a callback has ended the training in this validation, such as EarlyStopping."""
         if trainer.state.fn == "fit" and trainer.should_stop and self._saved_step != self._step:
             self._save(trainer)
             self.on_validation_epoch_end(trainer, module)
@@ -253,7 +263,7 @@ def find_start(
         if run.newest_checkpoint():
             return _resume_newest(run, config, overridden)
         if parent := _find_parent(run):
-            return _resume(parent, run, config, overridden=flatten_config(config))  # already accepted
+            return _resume(parent, run, config, overridden=flatten_config(config))  # accepted when it branched
         return Start(run)
     if ckpt_path is None:
         return Start(runs.allocate_run(config))
@@ -275,7 +285,8 @@ def _contains(folder: RunFolder, checkpoint: Path) -> bool:
 def _check_finished(run: RunFolder, config: ExperimentConfig) -> None:
     """Raise RunError if the config differs from that of the finished run."""
     ours, theirs = flatten_config(config), flatten_config(load_config(run.config))
-    for key in find_changed_keys(ours, theirs, ["training", "continuation", "evaluation"]):
+    if changed := find_changed_keys(ours, theirs, ["training", "continuation", "evaluation"]):
+        key = changed[0]
         newest = run.newest_checkpoint()
         branch = f", or branch from a checkpoint with --ckpt_path {newest}" if newest else ""
         raise RunError(
@@ -299,7 +310,7 @@ def _resume_path(path: Path, config: ExperimentConfig, overridden: Collection[st
     """Resume a checkpoint: in its own run if it is the newest of an unfinished run of this name, else in a branch."""
     if path.name == checkpoints.EMA:
         raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, or last")
-    run = RunFolder(path.parent.parent)
+    run = RunFolder(path.absolute().parent.parent)
     is_same_name = run.path.parent.resolve() == Path(config.logging.root, config.name).resolve()
     newest = run.newest_checkpoint()
     is_newest = newest is not None and newest.resolve() == path.resolve()
@@ -338,7 +349,8 @@ def check_resumed_config(
     Options that may change within a run are logged if they are in `overridden`, and refused otherwise.
     """
     ours, theirs = flatten_config(config), flatten(state["stackexp"]["config"])
-    for key in find_changed_keys(ours, theirs, ["training"]):
+    if changed := find_changed_keys(ours, theirs, ["training"]):
+        key = changed[0]
         kind = "different architecture" if key.startswith("model.") else "different run"
         raise RunError(
             f"{path}: {kind}: {key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the config; "

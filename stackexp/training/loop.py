@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -15,7 +16,7 @@ from stackexp.config.model import TransformerConfig
 from stackexp.errors import DamagedCheckpointError, RunError, StoppedError, first_line
 from stackexp.files import compute_sha256
 from stackexp.models.attention import choose_cuda_kernel
-from stackexp.models.warm_start import prepare_warm_start
+from stackexp.models.warm_start import WarmStart, prepare_warm_start
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import MANIFEST, RunFolder, format_resume_command
 from stackexp.terminal import set_up_log, wrap_text
@@ -79,7 +80,7 @@ def train(
             metrics_log.open_loggers(trainer)
             trainer.fit(module, data, ckpt_path=start.checkpoint, weights_only=True)
             evaluation = objective.evaluate(session)
-            stop.end_grace_period()  # everything is saved
+            stop.end_grace_period()  # a pending stop must not exit while the result is written
             if processes.is_first:
                 objective.write_result(session, evaluation.sets)
                 evaluation.delete_partial_results()
@@ -88,25 +89,32 @@ def train(
 
 @contextlib.contextmanager
 def _work_in_folder(session: Session, start: Start, objective: Objective) -> Iterator[None]:
-    """Lock the run folder, write its config and environment, and print a header, all on rank 0 only."""
-    is_first, warm_start = session.processes.is_first, session.module.warm_start
-    origin = warm_start.to_dict() if warm_start and warm_start.path else None
-    if start.checkpoint and start.is_branch:
-        path = start.checkpoint.resolve()
-        origin = {"path": str(path), "step": start.step, "sha256": compute_sha256(path / MANIFEST), "is_branch": True}
+    """Hold the run folder for one session: rank 0 locks it, writes config and environment, and prints a header.
+
+    On all ranks, errors and stops get the newest checkpoint or the command that resumes appended.
+    """
     with contextlib.ExitStack() as stack:
-        if is_first:
+        if session.processes.is_first:
             tokenizer = session.data.tokenizer.to_str(pretty=True) if session.data.tokenizer else None
+            origin = _describe_origin(session.module.warm_start, start)
             new = start.folder.start_session(objective.config, start.step, start.newest, origin, tokenizer)
             stack.enter_context(new)
             print(_format_header(objective, session.module, start), flush=True)
             objective.warn_about_limits("fit")
-        with _append_newest_checkpoint(start.folder):
+        with _append_advice(start.folder):
             yield
 
 
+def _describe_origin(warm_start: WarmStart | None, start: Start) -> dict[str, Any] | None:
+    """Return path, step and SHA-256 of the weights that a run starts from; None for random weights and on resume."""
+    if start.checkpoint and start.is_branch:
+        path = start.checkpoint.resolve()
+        return {"path": str(path), "step": start.step, "sha256": compute_sha256(path / MANIFEST), "is_branch": True}
+    return warm_start.to_dict() if warm_start and warm_start.path else None
+
+
 @contextlib.contextmanager
-def _append_newest_checkpoint(folder: RunFolder) -> Iterator[None]:
+def _append_advice(folder: RunFolder) -> Iterator[None]:
     """Append the newest checkpoint, or the command that resumes, to the message of an error or a stop."""
     try:
         yield
@@ -131,12 +139,13 @@ def _append_newest_checkpoint(folder: RunFolder) -> Iterator[None]:
 
 
 def _format_header(objective: Objective, module: TrainingModule, start: Start) -> str:
-    parameters, memory = module.model.num_parameters(), module.model.num_parameters(memory=True)
-    resumed = f", {'branched' if start.is_branch else 'resumed'} from {start.checkpoint}" if start.checkpoint else ""
+    """Return the first lines of a run: folder, model size, training and, on CUDA, kernels."""
+    parameters, memory = module.model.num_parameters(), module.model.num_memory_parameters()
+    origin = f", {'branched' if start.is_branch else 'resumed'} from {start.checkpoint}" if start.checkpoint else ""
     if module.warm_start and module.warm_start.path:
-        resumed = f", weights from {module.warm_start.path}"
+        origin = f", weights from {module.warm_start.path}"
     lines = [
-        f"run folder  {start.folder.path}{resumed}",
+        f"run folder  {start.folder.path}{origin}",
         f"model       {parameters:,} parameters, {memory:,} of them in the memory",
         f"training    {objective.describe_training()}",
     ]

@@ -62,9 +62,9 @@ def build_callbacks(
     4. Save: the checkpoint is written after the log. This callback also acts on the requests shared in step 3.
     5. Score benchmarks: a stop during them resumes from the checkpoint of step 4.
 
-    The user's own callbacks run after step 3, because Lightning calls those that save and score last. A resumed run
-    first opens the log, then runs the validation that it missed. The profiler comes before all others, so that its
-    trace includes them.
+    Lightning moves callbacks of type Checkpoint (steps 4 and 5) to the end of the list, so the user's own callbacks run
+    between steps 3 and 4. A resumed run first opens the log, then runs the validation that it missed. The profiler
+    comes before all others, so that its trace includes them.
     """
     own = [build_class("trainer.callbacks", entry) for entry in config.trainer.callbacks]
     has_own_bar = any(isinstance(callback, pl.callbacks.ProgressBar) for callback in own)
@@ -89,7 +89,7 @@ def find_device_type(config: ExperimentConfig) -> str:
 
 def _build_options(config: ExperimentConfig, processes: Processes, callbacks: list[pl.Callback]) -> dict[str, Any]:
     trainer, device_type = config.trainer, find_device_type(config)
-    never = trainer.max_steps + 1  # to Lightning, None is the end of every epoch
+    never = trainer.max_steps + 1  # None would validate at the end of every epoch
     return {
         "accelerator": device_type,
         "devices": trainer.devices,
@@ -122,15 +122,16 @@ def _silence_libraries() -> None:
 def check_model_fits(config: ExperimentConfig) -> None:
     """Raise RunError if weights, gradients and the optimizer's state alone exceed the memory of the devices.
 
-    These are four numbers per parameter with AdamW, at least three with Muon, and one more with ema_decay. Activations
+    AdamW needs four values per parameter, Muon at least three; `ema_decay` adds one, in float32 or wider. Activations
     are not counted; see `plan`.
     """
     with torch.device("meta"):
         parameters = registry.build("model", config.model).num_parameters()
     trainer, device_type = config.trainer, find_device_type(config)
-    numbers = 3 if config.optimizer.kind == "muon" else 4
+    values_per_parameter = 3 if config.optimizer.kind == "muon" else 4
     num_bytes = {"bf16-true": 2, "64-true": 8}.get(trainer.precision, 4)
-    needed = parameters * (numbers * num_bytes + (4 if trainer.ema_decay else 0)) // count_shards(trainer)
+    average_bytes = max(num_bytes, 4) if trainer.ema_decay else 0
+    needed = parameters * (values_per_parameter * num_bytes + average_bytes) // count_shards(trainer)
     if device_type == "cpu":
         needed *= trainer.devices
     if needed > (free := _read_free_bytes(device_type)):

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -20,10 +21,13 @@ from records import has_checkpoint, losses, only_run, record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stackexp.cli import main
+from stackexp.errors import RunError
 from stackexp.files import read_json_lines
 from stackexp.runs import RunFolder
 from stackexp.training import signals
 from stackexp.training.callbacks import steps
+from stackexp.training.callbacks.metrics_log import MetricsLog
+from stackexp.training.objectives import Objective
 
 
 @pytest.mark.process
@@ -203,6 +207,35 @@ def test_a_training_that_a_callback_stops_keeps_its_last_step(hook, tiny, tmp_pa
     branch = ["--ckpt_path", str(run.newest_checkpoint()), "name=branch", "trainer.callbacks=[]"]
     assert main(["fit", "--config", str(tiny), *options, *branch]) == 0
     assert only_run(tmp_path / "runs", "branch").read_result().steps == 12
+
+
+def fail(*_):
+    """End a run before its result, as a kill does."""
+    raise RunError("killed")
+
+
+EARLY_STOPPING = {"monitor": "val/loss/average", "stopping_threshold": 100.0}  # the first validation is better
+
+
+def test_early_stopping_of_lightning_ends_a_run_that_a_kill_does_not_continue(tiny, tmp_path, monkeypatch):
+    callback = {"class": "lightning.pytorch.callbacks:EarlyStopping", "options": EARLY_STOPPING}
+    options = ["--config", str(tiny), "trainer.val_check_interval=5", "logging.progress_bar=false"]
+    options += [f"trainer.callbacks=[{json.dumps(callback)}]"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Objective, "evaluate", fail)
+        assert main(["fit", *options]) == 1
+    run = only_run(tmp_path / "runs")
+    assert run.newest_checkpoint().name == "00000005"
+    assert main(["fit", *options, "--ckpt_path", "last"]) == 0
+    assert (run.read_result().steps, len(losses(run))) == (5, 5)
+
+    shutil.rmtree(tmp_path / "runs")
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsLog, "on_validation_end", fail)
+        assert main(["fit", *options, "trainer.checkpoint_interval=5"]) == 1
+    run = only_run(tmp_path / "runs")
+    assert main(["fit", *options, "trainer.checkpoint_interval=5", "--ckpt_path", "last"]) == 0
+    assert (run.read_result().steps, len(losses(run))) == (5, 5)
 
 
 def test_backward_clock_loses_no_data(tiny, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ in       the inputs: a map from hidden states
 out      the outputs: a map to hidden states
 both     a map between hidden states
 none     neither
-vectors  not a map, but separate vectors [..., inputs] whose size grows with d; of one dimension, too
+vectors  not a map, but separate vectors [..., inputs] whose size grows with d, or one such vector [inputs]
 """
 
 State = Any
@@ -85,7 +85,7 @@ class Memory(nn.Module):
                 module.reset_parameters()
 
     def report(self, **values: Tensor) -> None:
-        """Show values of each token [B, T], or of each token and head [B, T, H], in `inspect`; else do nothing.
+        """Pass values of each token [B, T], or of each token and head [B, T, H], to `inspect`; outside it, do nothing.
 
         Call it in `forward` with the names that `reports` lists, such as push, read and occupancy.
         """
@@ -144,11 +144,14 @@ def check_interface(memory: Memory) -> None:
 def apply_memory(memory: Memory, h: Tensor, state: State, previous: Tensor, probe: bool) -> tuple[Tensor, State, Stats]:
     """Call a memory. Raises RunError if it does not return what `Memory.forward` specifies."""
     output = memory(h, state, previous=previous, probe=probe)
-    if isinstance(output, tuple) and len(output) == 3 and isinstance(output[0], Tensor) and output[0].shape == h.shape:
-        return output
-    found = f"{len(output)} values" if isinstance(output, tuple) else type(output).__name__
-    if isinstance(output, tuple) and len(output) == 3:
+    if not isinstance(output, tuple):
+        found = type(output).__name__
+    elif len(output) != 3:
+        found = f"{len(output)} values"
+    elif not isinstance(output[0], Tensor) or output[0].shape != h.shape:
         new_h = list(output[0].shape) if isinstance(output[0], Tensor) else type(output[0]).__name__
         found = f"h {new_h} instead of {list(h.shape)}"
+    else:
+        return output
     name = type(memory).__name__
     raise RunError(f"{name}.forward: expected (h [B, T, d], state, statistics), found {found}; {CONTRACT}")

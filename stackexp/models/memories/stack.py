@@ -25,9 +25,9 @@ from stackexp.models.memories.base import Memory, Stats, average_actions, comput
 from stackexp.stack import dispatch, projection
 
 NUM_ACTIONS, PUSH = 3, 0  # push, pop, no-op
-CONSTANT = 0.01  # a head whose actions have a smaller standard deviation over the tokens is constant
+MAX_CONSTANT_SPREAD = 0.01  # a head whose actions have a smaller standard deviation over the tokens is constant
 MAX_FUSED_SIZE = 128  # of all push vectors or action logits of a token, padded; more would spill registers
-NEVER = -1e4  # a logit whose probability is 0 in every precision
+IMPOSSIBLE_LOGIT = -1e4  # a logit whose probability is 0 in every precision
 
 
 class StackMemory(Memory):
@@ -98,7 +98,7 @@ class StackMemory(Memory):
             like=h,
             axis="depth",
             dtype=dtypes[self.config.state_dtype],
-            num_updates=self.model.num_layers * (2 if self.config.site == "each_sublayer" else 1),
+            num_updates=self.model.num_layers * self.config.updates_per_layer,
         )
 
     def forward(
@@ -160,7 +160,7 @@ class StackMemory(Memory):
         """
         if self.actions is None:
             push = x.new_zeros(x.shape[:-1])
-            return torch.stack([push, push + NEVER], -1)
+            return torch.stack([push, push + IMPOSSIBLE_LOGIT], -1)
         if x.dim() == 4:  # [B, T, H, D]: one product per sequence, so that a GPU computes A's gradient in parallel
             return torch.einsum("bthd,bhad->btha", x, self.actions.expand(len(x), -1, -1, -1))
         return torch.einsum("...hd,had->...ha", x, self.actions)
@@ -189,7 +189,10 @@ class StackMemory(Memory):
     def update(
         self, state: stack.StackState, x: Tensor, logits: Tensor, h: Tensor
     ) -> tuple[stack.StackOutput, stack.StackState]:
-        """Update and read the stacks: one step per token for axis depth, a scan over the tokens otherwise."""
+        """Update and read the stacks: one step per token for axis depth, a scan over the tokens otherwise.
+
+        `h` [B, T, d] is for subclasses whose feedback depends on it.
+        """
         if self.axis == "depth":
             return stack.step(
                 state,
@@ -229,9 +232,9 @@ class StackMemory(Memory):
         tokens = torch.arange(context_length, device="cpu")
         if self.axis == "time":
             return tokens + 1
-        per_layer = 2 if self.config.site == "each_sublayer" else 1
-        of_token = per_layer * self.layer + 1 + (per_layer == 2 and self.site == "after_block")
-        return of_token + tokens * (per_layer * self.model.num_layers if self.axis == "token_major" else 0)
+        per_layer = self.config.updates_per_layer
+        own = per_layer * self.layer + 1 + (per_layer == 2 and self.site == "after_block")
+        return own + tokens * (per_layer * self.model.num_layers if self.axis == "token_major" else 0)
 
 
 def new_parameter(*shape: int) -> nn.Parameter:
@@ -241,12 +244,12 @@ def new_parameter(*shape: int) -> nn.Parameter:
 
 @torch.no_grad()
 def _compute_spread(action: Tensor) -> Stats:
-    """Return the mean action spread, and the share of heads whose spread is below CONSTANT.
+    """Return the mean action spread, and the share of heads whose spread is below MAX_CONSTANT_SPREAD.
 
-    These give every token the same action, which the mean of the actions does not show.
+    Such heads give every token the same action, which the mean of the actions does not show.
     """
     spread = compute_action_spread(action)
-    return {"action_spread": spread.mean(), "constant_heads": (spread < CONSTANT).float().mean()}
+    return {"action_spread": spread.mean(), "constant_heads": (spread < MAX_CONSTANT_SPREAD).float().mean()}
 
 
 def compute_action_spread(action: Tensor) -> Tensor:

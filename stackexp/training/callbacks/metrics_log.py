@@ -92,7 +92,7 @@ class MetricsLog(StepCallback):
 
     def on_validation_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         if trainer.state.fn == "fit":
-            self.write(trainer, module, module.validation_tags() | module.validation_probes.drain())
+            self.write(trainer, module, module.tag_validation_scores() | module.validation_probes.drain())
 
     def write(self, trainer: pl.Trainer, module: TrainingModule, metrics: dict[str, float]) -> None:
         """Write a line for the current step on rank 0."""

@@ -20,7 +20,7 @@ from stackexp.training.signals import StopRequest
 class StepCallback(pl.Callback):
     """A callback whose `on_step_end` is called after each optimizer step, not after each micro-batch."""
 
-    _saved_step = -1  # the step of the newest checkpoint
+    _step = _saved_step = -1  # the current step and that of the newest checkpoint; -1 before `on_train_start`
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Start counting steps. A resumed run already has a checkpoint of its current step."""
@@ -114,14 +114,14 @@ class Throughput(StepCallback):
         flops = tokens_per_second * self._flops_per_token(module.sequence_length)
         self._since, self._tokens = now, module.tokens
         tag, value = ("train/mfu", flops / self._peak) if self._peak else ("train/flops_per_second", flops)
-        for name, number in ((TOKENS_PER_SECOND, tokens_per_second), (tag, value)):
-            module.step_metrics.add(name, number)
+        module.step_metrics.add(TOKENS_PER_SECOND, tokens_per_second)
+        module.step_metrics.add(tag, value)
 
 
 def get_peak_flops(device: torch.device) -> float:
     """Return the GPU's peak bfloat16 FLOP/s, or 0.0 for CPUs and unknown GPUs."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((device.peak_flops for device in DEVICES.values() if device.card in name), 0.0)
+    return next((known.peak_flops for known in DEVICES.values() if known.card in name), 0.0)
 
 
 class MissedValidation(pl.Callback):

@@ -85,6 +85,11 @@ class Objective(ABC):
 
     # Optional steps
 
+    @property
+    def validates_samples(self) -> bool:
+        """Return True if validations during training score only a sample of each set."""
+        return False
+
     def list_score_tags(self, set_names: list[str]) -> list[str]:
         """Return the tags that the HParams tab shows next to the hyperparameters, from the first step on."""
         return [AVERAGE_ACCURACY, AVERAGE_LOSS]
@@ -101,14 +106,16 @@ class Objective(ABC):
         return checkpoints.find_checkpoint(run, "last")
 
     def load_final_checkpoint(self, session: Session) -> Path:
-        """Return the checkpoint of the final evaluation, with its weights loaded: by default, the newest."""
+        """Return the checkpoint to evaluate, after loading its weights.
+
+        By default, it is the newest, whose weights the module already has.
+        """
         return session.processes.run_on_first(lambda: self.choose_checkpoint(session.folder))
 
     def find_scored_sets(self, session: Session) -> Sets:
         """Return the scores of the last validation, if it ran after the last step and on the sets of `final_stage`."""
-        is_final = self.final_stage == "validate" and session.module.set_metrics_step == self.config.trainer.max_steps
-        is_sample = getattr(self.config.data, "eval_sequences", None) is not None
-        return session.module.set_metrics if is_final and not is_sample else {}
+        is_final = self.final_stage == "validate" and session.module.set_metrics_step == session.trainer.global_step
+        return session.module.set_metrics if is_final and not self.validates_samples else {}
 
     def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:  # noqa: B027 (optional)
         """Write final scores that training has not written to TensorBoard, in the event files of `final_stage`."""
@@ -132,8 +139,7 @@ class Objective(ABC):
     def _store_final_validation(self, folder: RunFolder, result: dict[str, Any]) -> None:
         """Store the final loss with the last checkpoint, unless it was validated or validations score only samples."""
         newest, loss = folder.newest_checkpoint(), result.get("average", {}).get("loss")
-        is_sample = getattr(self.config.data, "eval_sequences", None) is not None
-        if newest is None or int(newest.name) != result["steps"] or loss is None or is_sample:
+        if newest is None or int(newest.name) != result["steps"] or loss is None or self.validates_samples:
             return
         if read_validation(newest) is None:
             write_validation(newest, loss, result["average"].get("accuracy"))
@@ -153,7 +159,7 @@ class Objective(ABC):
             steps=steps,
             tokens=lines[-1]["tokens"],
             parameters=session.module.model.num_parameters(),
-            memory_parameters=session.module.model.num_parameters(memory=True),
+            memory_parameters=session.module.model.num_memory_parameters(),
             train_loss={"first": losses[0], "last_20_steps": average_last(losses)},
             seconds=round(seconds + sum_earlier_sessions(session.folder.read_sessions(), lines), 1),
             seconds_of_last_session=round(seconds, 1),

@@ -62,7 +62,7 @@ class FormalLanguageObjective(Objective):
     def load_final_checkpoint(self, session: Session) -> Path:
         """Load the best checkpoint, and validate it unless the last validation was of that checkpoint."""
         checkpoint = super().load_final_checkpoint(session)
-        step, last_step, module = int(checkpoint.name), self.config.trainer.max_steps, session.module
+        step, last_step, module = int(checkpoint.name), session.trainer.global_step, session.module
         if step != last_step:
             checkpoints.load_weights(module.model, checkpoint)
         if step != last_step or module.set_metrics_step != last_step:

@@ -33,6 +33,11 @@ class LanguageModelingObjective(Objective):
 
     final_stage = "validate"
     module_type = LanguageModeling
+    _average_sets: Sets | None = None  # scores of the averaged weights, set by `evaluate`
+
+    @property
+    def validates_samples(self) -> bool:
+        return self.config.data.eval_sequences is not None
 
     def warn_about_limits(self, stage: str) -> None:
         """Warn about options of a depth-axis stack with which reads are mostly empty or decided by rounding."""
@@ -40,7 +45,7 @@ class LanguageModelingObjective(Objective):
         memory = getattr(config, "memory", None)
         if stage != "fit" or not isinstance(memory, StackMemoryConfig) or memory.read != "global":
             return
-        updates = config.num_layers * (2 if memory.site == "each_sublayer" else 1)
+        updates = config.num_layers * memory.updates_per_layer
         if memory.axis == "depth" and memory.read_mask == "multiply" and memory.num_slots > updates:
             log.warning(
                 "model.memory.num_slots: %d slots, but a token has %d updates: empty slots take a share of the read; "
@@ -94,13 +99,15 @@ class LanguageModelingObjective(Objective):
             bigrams := score_bigrams(self.config, session.data, session.trainer.global_step)
         ):
             result["bigrams"] = {"sets": bigrams, "average": average_scores(bigrams)}
-        sample, tokenizer = None, session.data.tokenizer
-        can_generate = not self.config.trainer.is_sharded  # it needs the whole model on one device
-        if tokenizer is not None and can_generate:
-            options: dict[str, Any] = {"max_new_tokens": 60, "temperature": 0.8, "top_p": 0.95, "seed": 0}
-            precision = self.config.trainer.precision
-            sample = continue_text(session.module.model, tokenizer, prompt="", precision=precision, **options)
-        return result | {"sample": sample}
+        return result | {"sample": self._generate_sample(session)}
+
+    def _generate_sample(self, session: Session) -> str | None:
+        """Return a text sample; None without a tokenizer or with sharded weights."""
+        tokenizer, trainer = session.data.tokenizer, self.config.trainer
+        if tokenizer is None or trainer.is_sharded:  # generation needs the whole model on one device
+            return None
+        options: dict[str, Any] = {"max_new_tokens": 60, "temperature": 0.8, "top_p": 0.95, "seed": 0}
+        return continue_text(session.module.model, tokenizer, prompt="", precision=trainer.precision, **options)
 
     def list_score_tags(self, set_names: list[str]) -> list[str]:
         sets = {name: dict.fromkeys(TAGGED_SCORES, 0.0) for name in set_names}
