@@ -281,6 +281,19 @@ def test_share_of_steps_to_the_loss_of_the_baseline(tmp_path):
     assert find_share_of_steps(dip, dip) > 0.9, "an early dip does not count"
 
 
+def test_a_verdict_that_was_moved_is_read_from_logging_root(question, capsys):
+    question.keep_arms("plain", "same")
+    question.write(tuning=None, pairs=4)
+    question.run()
+    command = ["verdict", str(question.path), "--report", "--tables", "1"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    copies = question.path.parent / "copies"
+    question.folder.parent.rename(copies)
+    assert main([*command, f"logging.root={copies}"]) == 0
+    assert capsys.readouterr().out == printed
+
+
 def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = ["verdict", "--memory", "queue", "--config", "ablation/small", "--dry-run"]

@@ -13,7 +13,7 @@ from stackexp.files import create_folder_atomically, read_json, read_json_lines,
 from stackexp.frame import list_tests, read_validations
 from stackexp.runs import RunFolder
 
-BEGIN = r"<!-- (python -m stackexp report [^\n]*?) -->\n"
+BEGIN = r"<!-- (python -m stackexp (?:report|verdict .*--report) [^\n]*?) -->\n"
 END = "<!-- end of report -->"
 """A table is between a comment with its command and this line."""
 

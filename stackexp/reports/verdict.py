@@ -82,7 +82,8 @@ def build_verdict(verdict: Verdict) -> Report:
     lines = _build_lines(judgments, plan, scores, seconds)
     at = "" if plan.speeds is None else ", at equal time"
     title = f"Verdict against {plan.baseline}, effect {plan.effect:g}, {plan.pairs} pairs planned{at}"
-    tables.insert(0, Table(title, HEADER, lines, num_labels=2))
+    columns = len(HEADER) - all(line[-1] == ABSENT for line in lines)  # copies of runs have no speeds
+    tables.insert(0, Table(title, HEADER[:columns], [line[:columns] for line in lines], num_labels=2))
     if plan.speeds is not None:
         tables.append(_build_equal_time(verdict, plan, stage, plan.speeds))
     if split := _build_split(verdict, plan, scores):

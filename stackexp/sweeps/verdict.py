@@ -354,7 +354,8 @@ class Verdict:
 
     def _describe_question(self) -> dict[str, Any]:
         ours = dataclasses.asdict(self.config) | {"baseline": self.baseline}
-        ours["overrides"] = [*self.config.overrides, *self.overrides]
+        own = [override for override in self.overrides if not override.startswith("logging.")]
+        ours["overrides"] = [*self.config.overrides, *own]
         return {key: value for key, value in ours.items() if key not in FREE}
 
     def run(self, launcher: str = "local", max_parallel: int | None = None) -> bool:
