@@ -219,7 +219,9 @@ def make_checkpoint() -> StepCheckpoint:
 
 
 def make_device_trainer(device: torch.device) -> SimpleNamespace:
-    return SimpleNamespace(global_step=0, strategy=SimpleNamespace(root_device=device))
+    return SimpleNamespace(
+        global_step=0, should_stop=False, ckpt_path="1", strategy=SimpleNamespace(root_device=device)
+    )
 
 
 def test_every_rank_restores_the_cuda_state_of_rank_0(cuda_states):
