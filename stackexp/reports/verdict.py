@@ -39,6 +39,7 @@ from stackexp.tables import ABSENT
 from stackexp.terminal import format_duration
 
 HEADER = ["arm", "verdict", "difference", f"{1 - LEVEL:.0%} interval", "pairs", "p", "time per run"]
+OUTCOME_COLORS = dict(zip(Outcome, (PALETTE[2], PALETTE[1], PALETTE[0], PALETTE[7]), strict=True))
 BAND = (0.1, 0.9)
 """Quantiles of the best loss of random subsets of the tuning trials."""
 
@@ -127,16 +128,16 @@ def _build_lines(
     lines, diverged = [], find_diverged(plan, scores)
     for arm, judgment in judgments.items():
         ours, base = _average_common(seconds[arm], seconds[plan.baseline])
-        word = format_word(judgment, plan, diverged.get(arm), ours, base)
+        outcome = format_outcome(judgment, plan, diverged.get(arm), ours, base)
         interval = f"{judgment.low:+.4f} to {judgment.high:+.4f}" if math.isfinite(judgment.low) else ABSENT
         mean = f"{judgment.mean:+.4f}" if judgment.pairs else ABSENT
         p = f"{min(1.0, judgment.p_value):.2g}" if judgment.pairs else ABSENT
         time = f"{ours / base:.2f}x" if ours and base else ABSENT
-        lines.append([arm, word, mean, interval, f"{judgment.pairs}/{plan.pairs}", p, time])
+        lines.append([arm, outcome, mean, interval, f"{judgment.pairs}/{plan.pairs}", p, time])
     return lines
 
 
-def format_word(
+def format_outcome(
     judgment: Judgment, plan: Plan, diverged: int | None, ours: float | None = None, base: float | None = None
 ) -> str:
     """Return the verdict in words; an undecided one with the diverged seed, or the pairs left and their hours.
@@ -327,20 +328,22 @@ def find_share_of_steps(ours: RunFolder, base: RunFolder) -> float | None:
 
 def _draw(plan: Plan, judgments: dict[str, Judgment], diverged: dict[str, int]) -> Any:
     """Draw the difference of each arm with its interval, and the effect in question as a band."""
-    figure, axes = new_figure(6.0, 1.4 + 0.34 * len(judgments))
+    figure, axes = new_figure(6.0, 1.5 + 0.26 * len(judgments))
     axes.axvspan(-plan.effect, plan.effect, color="0.92", label=f"effect of {plan.effect:g}")
     for row, judgment in enumerate(judgments.values()):
+        style = {"color": OUTCOME_COLORS[judgment.outcome], "label": str(judgment.outcome)}
         if math.isfinite(judgment.low):
-            axes.plot([judgment.low, judgment.high], [row, row], color=PALETTE[0])
+            axes.plot([judgment.low, judgment.high], [row, row], **style)
         if judgment.pairs:
-            axes.plot(judgment.mean, row, "o", color=PALETTE[0])
+            axes.plot(judgment.mean, row, "o", **style)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(
-        range(len(judgments)), [f"{a}: {format_word(j, plan, diverged.get(a))}" for a, j in judgments.items()]
-    )
-    axes.set_ylim(len(judgments) - 0.5, -0.5)
-    axes.set_xlabel("Loss difference (nats per token)")
-    axes.legend(fontsize=8)
+    names = [f"{arm} (seed {diverged[arm]} diverged)" if arm in diverged else arm for arm in judgments]
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlabel(f"Loss minus that of {plan.baseline} (nats per token)")
+    handles, labels = axes.get_legend_handles_labels()
+    by_label = dict(zip(labels, handles, strict=True))  # the last of each: the mean
+    figure.legend(by_label.values(), by_label, loc="outside upper center", ncols=4, fontsize=8)
     return figure
 
 
