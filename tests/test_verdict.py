@@ -290,8 +290,9 @@ def test_a_verdict_that_was_moved_is_read_from_logging_root(question, capsys):
     printed = capsys.readouterr().out
     copies = question.path.parent / "copies"
     question.folder.parent.rename(copies)
-    assert main([*command, f"logging.root={copies}"]) == 0
+    assert main([*command, f"logging.root={copies}", "--figure", str(copies / "verdict.png")]) == 0
     assert capsys.readouterr().out == printed
+    assert (copies / "verdict.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):

@@ -63,7 +63,7 @@ def read_stack(
         return slots[..., 0, :]
     assert query is not None, read
     scores = reference.compute_scores(state, query, read_mask)  # [..., H, n]
-    if num_empty:  # one score replaces those of all empty slots
+    if num_empty:  # one score replaces those of all empty slots; in float32, `additive` rounds log(num_empty) to 0
         score = get_empty_score(read_mask, scores.dtype) + math.log(num_empty)
         scores = torch.cat([scores, torch.full_like(scores[..., :1], score)], -1)
     weights = reference.add_score(scores, empty_score).softmax(-1)[..., : mask.shape[-1]]
