@@ -56,7 +56,7 @@ def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
 # With muP, the learning rate of a weight is proportional to d^-e. These are the exponents e by fan; others have 0.
 ADAMW_EXPONENTS = {"in": 1.0, "both": 1.0, "vectors": 1.0}
 MUON_EXPONENTS = {"in": 1.0, "both": 0.5, "out": 0.0}
-"""Exponents for Muon.
+"""The exponents of Muon.
 
 An update [m, n] should change each output equally at every d. An update of AdamW and an input of n elements of size 1
 change an output in proportion to n. One of Muon has the spectral norm 0.2 sqrt(max(m, n)), and the input the norm

@@ -48,7 +48,7 @@ PAPER_STACK = {
     "residual_gate": "hidden",
 }
 PLACES = ("data.path", "data.remote")
-"""Options that name the place of a corpus. Two places may hold the same corpus."""
+"""Options that locate a corpus. Two paths may lead to the same corpus."""
 SIZES = ("model.hidden_size", "model.intermediate_size", "model.num_heads", "model.num_kv_heads", "model.num_layers")
 TRAINING, OTHER = "training loss", "average"
 COLUMNS = (TRAINING, "V2", "V3", OTHER)

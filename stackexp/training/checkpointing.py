@@ -123,7 +123,7 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
         self._writer = CheckpointWriter()
         self._tokenizer_sha256: str | None = None
         self._loaded: tuple[int, bool] | None = None  # step and `has_position` of the checkpoint that is resumed
-        self._is_ended = False  # True if a callback had ended the training before a kill
+        self._is_ended = False  # by a callback, before this session
 
     def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         # On a slow disk, writing a checkpoint can take longer than a timeout.

@@ -217,7 +217,7 @@ def fail(*_):
 EARLY_STOPPING = {"monitor": "val/loss/average", "stopping_threshold": 100.0}  # the first validation is better
 
 
-def test_early_stopping_of_lightning_ends_a_run_that_a_kill_does_not_continue(tiny, tmp_path, monkeypatch):
+def test_early_stopping_holds_after_a_kill(tiny, tmp_path, monkeypatch):
     callback = {"class": "lightning.pytorch.callbacks:EarlyStopping", "options": EARLY_STOPPING}
     options = ["--config", str(tiny), "trainer.val_check_interval=5", "logging.progress_bar=false"]
     options += [f"trainer.callbacks=[{json.dumps(callback)}]"]
