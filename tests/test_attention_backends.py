@@ -18,7 +18,7 @@ from stackexp.data.documents import compute_document_ids, find_document_bounds
 from stackexp.datamodules.token_stream import collate
 from stackexp.models import attention
 from stackexp.models.generation import generate
-from stackexp.models.layers import SAVED_OPERATOR_PREFIXES
+from stackexp.models.recomputation import SAVED_OPERATOR_PREFIXES
 from stackexp.models.transformer import Cache
 from stackexp.training.loop import describe_kernels
 

@@ -17,7 +17,7 @@ import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from stackexp.config.compose import compose
 from stackexp.planning.cost import build_meta_model
-from stackexp.models.layers import build_mesh, shard_model
+from stackexp.models.sharding import build_mesh, shard_model
 
 def get_shape_and_bytes(tensor):
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -85,7 +85,7 @@ from stackexp.config.compose import compose
 from stackexp.planning import memory_use as allocations
 from stackexp.planning.cost import build_meta_model
 from stackexp.models.cross_entropy import NextTokenLoss
-from stackexp.models.layers import build_mesh, shard_model
+from stackexp.models.sharding import build_mesh, shard_model
 
 config = compose(["pretrain/stacktrans-360m"], sys.argv[1:])
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)

@@ -49,7 +49,7 @@ from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError, first_line
 from stackexp.files import make_temporary_path, sync_file, sync_folder
-from stackexp.models.layers import copy_full_
+from stackexp.models.sharding import copy_full_
 from stackexp.runs import MANIFEST, RunFolder, check_step, damaged_error, verify_manifest, write_manifest
 
 VERSION = 3

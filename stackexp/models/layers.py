@@ -1,24 +1,16 @@
-"""Layers, the initialization of their weights (sharded or not), activation checkpointing, and sharding.
+"""Layers, and the initialization of their weights, sharded or not.
 
 Layers do not initialize themselves: the model draws all weights in a fixed order.
 """
 
-import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stackexp.config.model import TransformerConfig
-from stackexp.config.trainer import TrainerConfig
+from stackexp.models.sharding import full_parameters
 
 
 class Linear(nn.Linear):
@@ -100,39 +92,6 @@ def init_weight_(weight: Tensor, config: TransformerConfig, output_of_layer: int
     nn.init.trunc_normal_(weight, std=sigma, a=-3 * sigma, b=3 * sigma)
 
 
-@contextlib.contextmanager
-def full_parameters(module: nn.Module, *, keep_values: bool = False) -> Iterator[None]:
-    """Replace the sharded parameters of a module by full CPU tensors within the context; then shard them again.
-
-    The tensors are uninitialized without `keep_values`. Every rank must write the same values. So weights do not depend
-    on the number of ranks, and only one module at a time is held in full.
-    """
-    sharded = [
-        (owner, name, parameter)
-        for owner in module.modules()
-        for name, parameter in owner.named_parameters(recurse=False)
-        if isinstance(parameter, DTensor)
-    ]
-    for owner, name, parameter in sharded:
-        full = parameter.full_tensor().cpu() if keep_values else torch.empty(parameter.shape, dtype=parameter.dtype)
-        owner._parameters[name] = nn.Parameter(full.detach())
-    try:
-        yield
-    finally:
-        for owner, name, parameter in sharded:
-            full, owner._parameters[name] = owner._parameters[name], parameter
-            copy_full_(parameter, full)
-
-
-def copy_full_(tensor: Tensor, full: Tensor) -> None:
-    """Copy a full tensor, the same on every rank, into a tensor of the same shape, sharded or not."""
-    full = full.detach()
-    if isinstance(tensor, DTensor):
-        full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
-        tensor = tensor.to_local()
-    tensor.detach().copy_(full)
-
-
 def init_backbone(model: nn.Module) -> None:
     """Initialize all parameters of a decoder except those of its memories, in a fixed order."""
     config = model.config
@@ -159,67 +118,3 @@ def _init_linear(module: nn.Module, config: TransformerConfig, output_of_layer: 
         init_weight_(module.weight, config, output_of_layer)
         if getattr(module, "bias", None) is not None:
             nn.init.zeros_(module.bias)
-
-
-Recompute = bool | Literal["selective"]
-
-aten = torch.ops.aten
-SAVED_OPERATORS = {
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
-    *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default),
-    *(aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default),
-    *(aten._scaled_dot_product_fused_attention_overrideable.default, aten._flash_attention_forward.default),
-}
-"""Operators whose outputs selective checkpointing saves: matrix products and attention."""
-SAVED_OPERATOR_PREFIXES = ("flex_attention", "torch_attn._varlen_attn", "flash_attn._flash_attn")
-"""Name prefixes of attention operators that exist only once their module is imported."""
-
-
-def run_recomputed(layer: Callable, *args: Any, selective: bool, preserve_rng: bool = False) -> Any:
-    """Return layer(*args) without saving its activations; the backward pass recomputes them.
-
-    Args:
-        layer: The module or function to run.
-        args: Its arguments, which are kept for the backward pass.
-        selective: Save the outputs of matrix products and attention, and recompute the rest. Do not use it for layers
-            that scan over tokens: under its dispatch mode, the scan runs operator by operator.
-        preserve_rng: Restore the random state before recomputing, for layers that use random numbers.
-    """
-    contexts = functools.partial(create_selective_checkpoint_contexts, _choose_policy)
-    options = {"context_fn": contexts} if selective else {}
-    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **options)
-
-
-def _choose_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operator in SAVED_OPERATORS or str(operator).startswith(SAVED_OPERATOR_PREFIXES):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-# FSDP2: each rank holds a shard of every weight, and gathers the weights of a block while it computes with them.
-
-
-def build_mesh(device_type: str, trainer: TrainerConfig) -> DeviceMesh:
-    """Build the device mesh of a strategy; requires a process group.
-
-    fsdp: one dimension, `shard`, of all devices. hsdp: `replicate` = num_nodes and `shard` = devices.
-    """
-    if trainer.strategy == "hsdp":
-        return init_device_mesh(
-            device_type, (trainer.num_nodes, trainer.devices), mesh_dim_names=("replicate", "shard")
-        )
-    return init_device_mesh(device_type, (trainer.world_size,), mesh_dim_names=("shard",))
-
-
-def shard_model(model: nn.Module, mesh: DeviceMesh, trainer: TrainerConfig) -> None:
-    """Shard a decoder in place: one unit per block; embedding, last norm and head in the root unit.
-
-    With bf16-mixed, blocks are gathered in bfloat16 and gradients are reduced in float32. The root unit stays in
-    float32, so that the residual stream equals that of autocast on one device.
-    """
-    policy = MixedPrecisionPolicy()
-    if trainer.precision == "bf16-mixed":
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=trainer.reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)

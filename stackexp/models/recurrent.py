@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from stackexp.config.model import LSTMConfig, RecurrentConfig, StackRNNConfig
 from stackexp.models.cross_entropy import Head
-from stackexp.models.layers import full_parameters, run_recomputed
 from stackexp.models.memories.base import Stats, average_actions
+from stackexp.models.recomputation import run_recomputed
+from stackexp.models.sharding import full_parameters
 from stackexp.models.transformer import Cache, DecoderOutput
 
 LSTMState = tuple[Tensor, Tensor]  # hidden state and cell state, each [B, 1, d]

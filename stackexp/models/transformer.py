@@ -26,17 +26,10 @@ from stackexp.models.attention import (
     compute_query_scale,
 )
 from stackexp.models.cross_entropy import Head
-from stackexp.models.layers import (
-    Embedding,
-    FeedForward,
-    Linear,
-    Recompute,
-    RMSNorm,
-    full_parameters,
-    init_backbone,
-    run_recomputed,
-)
+from stackexp.models.layers import Embedding, FeedForward, Linear, RMSNorm, init_backbone
 from stackexp.models.memories.base import EACH_SUBLAYER, Memory, State, Stats, apply_memory, check_interface
+from stackexp.models.recomputation import Recompute, run_recomputed
+from stackexp.models.sharding import full_parameters
 
 MAX_GRAPHS = 64  # per compiled part: training and evaluation, each shape and kind of mask
 

@@ -20,8 +20,8 @@ from stackexp.data.path_checks import check_weights
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256
 from stackexp.models import checkpoints
-from stackexp.models.layers import full_parameters
 from stackexp.models.memories.base import Memory
+from stackexp.models.sharding import full_parameters
 from stackexp.runs import MANIFEST, RunFolder
 
 log = logging.getLogger(__name__)

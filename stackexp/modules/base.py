@@ -22,8 +22,8 @@ from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.models.attention import check_backend
 from stackexp.models.checkpoints import load_weights
 from stackexp.models.cross_entropy import Losses
-from stackexp.models.layers import build_mesh, shard_model
 from stackexp.models.memories.base import Stats
+from stackexp.models.sharding import build_mesh, shard_model
 from stackexp.models.transformer import DecoderOutput
 from stackexp.models.warm_start import WarmStart
 from stackexp.modules.metrics import ItemSums, SpikeDetector, StepMetrics, probe_memories, read_first_rows

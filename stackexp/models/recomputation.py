@@ -1,0 +1,42 @@
+"""Activation checkpointing: the backward pass recomputes activations that the forward pass did not save."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+Recompute = bool | Literal["selective"]
+
+aten = torch.ops.aten
+SAVED_OPERATORS = {
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default),
+    *(aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default),
+    *(aten._scaled_dot_product_fused_attention_overrideable.default, aten._flash_attention_forward.default),
+}
+"""Operators whose outputs selective checkpointing saves: matrix products and attention."""
+SAVED_OPERATOR_PREFIXES = ("flex_attention", "torch_attn._varlen_attn", "flash_attn._flash_attn")
+"""Name prefixes of attention operators that exist only once their module is imported."""
+
+
+def run_recomputed(layer: Callable, *args: Any, selective: bool, preserve_rng: bool = False) -> Any:
+    """Return layer(*args) without saving its activations; the backward pass recomputes them.
+
+    Args:
+        layer: The module or function to run.
+        args: Its arguments, which are kept for the backward pass.
+        selective: Save the outputs of matrix products and attention, and recompute the rest. Do not use it for layers
+            that scan over tokens: under its dispatch mode, the scan runs operator by operator.
+        preserve_rng: Restore the random state before recomputing, for layers that use random numbers.
+    """
+    contexts = functools.partial(create_selective_checkpoint_contexts, _choose_policy)
+    options = {"context_fn": contexts} if selective else {}
+    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **options)
+
+
+def _choose_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operator in SAVED_OPERATORS or str(operator).startswith(SAVED_OPERATOR_PREFIXES):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
