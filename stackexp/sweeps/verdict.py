@@ -39,7 +39,7 @@ class Plan:
 
     `deviation` is the standard deviation of paired differences between tuning seeds; None if not measured.
     `speeds` are the tokens per second of each arm that its steps follow from; None for equal tokens. `runs` is the
-    first run of each arm, whose name has the hash of its config; plans of earlier versions have none.
+    first run of each arm, whose name has the hash of its config.
     """
 
     question: dict[str, Any]  # the file without the keys that may change
@@ -257,18 +257,17 @@ class Verdict:
         path = self.folder / PLAN
         if not path.is_file():
             return None
-        contents = read_json(path)
+        contents, ours = read_json(path), self._describe_question()
         try:
             plan = Plan(**{key: value for key, value in contents.items() if key != "sha256"})
-            fixed = {"equal": "tokens"} | plan.question  # older plans have fewer keys
+            is_known = plan.version == Plan.version and plan.question.keys() <= ours.keys()
         except (TypeError, AttributeError):
-            raise RunError(f"{path}: not a plan of this version; move the folder elsewhere") from None
-        if "sha256" in contents and not has_valid_sha256(contents):  # earlier versions wrote none
-            raise RunError(f"{path}: its contents differ from their sha256; restore the file")
-        ours = self._describe_question()
-        if plan.version != Plan.version or not fixed.keys() <= ours.keys():
+            is_known = False
+        if not is_known:
             raise RunError(f"{path}: not a plan of this version; move the folder elsewhere")
-        if changed := [key for key, value in fixed.items() if ours[key] != value]:
+        if not has_valid_sha256(contents):
+            raise RunError(f"{path}: its contents differ from their sha256; restore the file")
+        if changed := [key for key, value in plan.question.items() if ours[key] != value]:
             raise ConfigError(
                 f"{display_path(self.path)}: {', '.join(changed)} changed since {path} was written; "
                 f"give it another name, and fresh seeds with first_seed: {plan.seeds[-1] + 1}"
