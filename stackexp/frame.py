@@ -140,7 +140,13 @@ def find_runs(paths: Iterable[Path | str]) -> list[RunFolder]:
 
 
 def _walk_runs(root: Path | str) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
+    """Yield the run folders below a folder, also those behind links, except links to its parents."""
+    visited = set(Path(root).resolve().parents)
+    for folder, folders, files in os.walk(root, followlinks=True):
+        if (real := Path(folder).resolve()) in visited:
+            folders.clear()
+            continue
+        visited.add(real)
         if "config.yaml" in files and ("environment.json" in files or ".stackexp" in files):
             folders.clear()
             yield Path(folder)

@@ -50,6 +50,19 @@ def test_a_row_for_each_run(runs):
     assert load_runs(runs)["parameters"][0] == 10**400, "numbers beyond 64 bits are kept"
 
 
+def test_runs_behind_links_are_found_once(runs, tmp_path):
+    elsewhere = tmp_path / "scratch" / "b"
+    finish(write_run(elsewhere, losses=[5.0]), 3.0)
+    (runs / "linked").symlink_to(elsewhere.parent)
+    (runs / "again").symlink_to(elsewhere)
+    (runs / "a" / "loop").symlink_to(runs)
+    assert [Path(row["path"]).resolve() for row in read_rows([runs])] == [
+        runs / "a/20260101-000000-0000",
+        elsewhere,
+        runs / "queue-seed=1-0123abcd",
+    ]
+
+
 def test_options_have_types_and_keep_null_apart_from_missing(runs):
     plain, queue = read_rows([runs])
     assert plain["model.memory"] is None
