@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import TEXTS, prepare_set
+from evaluation_files import open_one
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stackexp.cli import main
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import Chunks, TokenFile, get_record_path, write_token_file
-from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer, train_tokenizer
+from stackexp.data.tokenizer import KnownTokenizer, compute_fingerprint, load_tokenizer, train_tokenizer
 from stackexp.errors import RunError
 
 
@@ -341,6 +342,16 @@ def test_other_readers_of_token_files_read_megatron(tokenizer, ids, tmp_path, ca
     (folder / index).rename(folder / "elsewhere")
     with pytest.raises(RunError, match="other"):
         prepare_set(folder, tmp_path / "set", tokenizer=tokenizer)
+
+
+def test_megatron_documents_without_end_of_text_are_not_scored(tokenizer, ids, tmp_path):
+    known = KnownTokenizer.read(tokenizer)
+    write_megatron(tmp_path / "with.bin", ids)
+    assert np.array_equal(open_one(tmp_path / "with.bin", known, vocab_size=known.vocab_size).chunks.tokens, ids)
+    write_megatron(tmp_path / "without.bin", ids, append_eod=False)
+    command = f"data prepare {tmp_path}/without.bin --to FOLDER --tokenizer {tokenizer}"
+    with pytest.raises(RunError, match=f"has documents without end-of-text; run: python -m stackexp {command}"):
+        open_one(tmp_path / "without.bin", known, vocab_size=known.vocab_size)
 
 
 def test_file_without_end_of_text_is_one_document_with_a_warning(tokenizer, tmp_path, capsys):

@@ -207,6 +207,11 @@ def _check_tokens(path: Path, file: TokenFile, config: DataConfig, tokenizer: Kn
     if tokenizer and tokenizer.differs_from(recorded):
         owner = "GPT-NeoX-20B" if recorded == olmo.TOKENIZER else "another tokenizer"
         raise RunError(f"{path}: contains token ids of {owner}, not of {target}; {advice}")
+    if tokenizer and file.document_ends is not None:
+        end = get_end_of_text_id(tokenizer.tokenizer, target)
+        if (file.tokens[file.document_ends - 1] != end).any():  # `data prepare` would add it
+            command = f"data prepare {path} --to FOLDER --tokenizer {target}"
+            raise RunError(f"{path}: has documents without end-of-text; run: python -m stackexp {command}")
     limit = config.vocab_size
     if tokenizer and not tokenizer.is_neox:
         limit = min(limit, tokenizer.vocab_size)
