@@ -334,9 +334,9 @@ def test_pairs_are_planned_from_runs_on_record(capsys):
     (row,) = [row for row in rows if row[:1] == ["stacktrans"]]
     (pooled,) = [row for row in rows if row[:1] == ["pooled"]]
     assert 0.005 < float(row[1]) < 0.03 < float(row[4].rstrip(")")), "three pairs leave a wide interval"
-    assert pooled[:3] == ["pooled", "(17", "arms)"]
-    assert 0.005 < float(pooled[3]) < 0.03
-    assert float(pooled[6].rstrip(")")) > 2 * float(pooled[3]), "17 arms share three runs of the baseline"
+    assert pooled[:6] == ["pooled", "(17", "arms", "of", "3", "pairs)"]
+    assert 0.005 < float(pooled[6]) < 0.03
+    assert float(pooled[9].rstrip(")")) > 2 * float(pooled[6]), "17 arms share three runs of the baseline"
     assert 15 < int(pooled[-2]) < 60
     assert main(["plan", "--effect", "0.01"]) == 2
     assert "--effect requires --runs" in capsys.readouterr().err

@@ -413,7 +413,9 @@ def build_pair_plan(paths: Sequence[Path], effect: float, baseline: str | None =
     for values in differences.values():
         groups.setdefault(tuple(sorted(values)), []).append([values[seed] for seed in sorted(values)])
     pooled = max(groups.values(), key=len)
-    lines.append(_plan_row(f"pooled ({len(pooled)} arms)", *pool_deviations(np.array(pooled)), effect, hours))
+    if len(pooled) > 1:
+        label = f"pooled ({len(pooled)} arms of {len(pooled[0])} pairs)"
+        lines.append(_plan_row(label, *pool_deviations(np.array(pooled)), effect, hours))
     return Report([_tabulate_plan(effect, lines)], [_describe_plan(base, effect)], [])
 
 
