@@ -31,7 +31,7 @@ from stackexp.certification.automata import (
     find_difference,
     format_string,
 )
-from stackexp.certification.certify import harden
+from stackexp.certification.certify import Certificate, describe_learned, harden
 from stackexp.certification.machine import Machine, hash_rows, list_prefixes
 from stackexp.evaluation.loading import load_run
 from stackexp.models.transformer import Cache
@@ -192,6 +192,28 @@ def test_a_flipped_weight_is_rejected_if_the_answers_change(tmp_path, capsys, na
         shown = record["verdict"].removeprefix("differs at ")
         assert len(shown) == len(wrong[0]), "the shortest string on which they differ"
         assert tuple("ab".index(c) for c in shown) in wrong
+
+
+@pytest.mark.parametrize("strings", [100, 150, 4987])
+def test_a_wrong_automaton_is_compared_with_strings_of_many_lengths(strings):
+    """It is right for the shortest strings only: a third state answers wrongly after three symbols."""
+    parity = REGULAR["parity_check"]()
+    late = Automaton(np.array([[2, 3], [3, 2], [4, 5], [5, 4], [1, 0], [0, 1]]), np.array([0, 1, 0, 1, 1, 0]))
+    counts = []
+    for automaton in (parity, late):
+        result = Certificate("parity_check")
+        describe_learned(result, "parity_check", automaton, parity, [], strings)
+        (line,) = [line for line in result.measured if "labels of the task differ" in line]
+        counts.append([int(n.replace(",", "")) for n in re.findall(r"^[\d,]+|\d+$", line)])
+    (count, right), (_, wrong) = counts
+    assert abs(count - strings) <= 40, "as many of each of 80 lengths"
+    assert right == 0
+    assert wrong > count / 4
+
+
+def test_the_strings_of_exhaustive_are_limited(parity, capsys):
+    assert cli.main(["certify", *parity, "--exhaustive", "24"]) == 2
+    assert "--exhaustive: expected at most 23 for parity_check, found 24" in capsys.readouterr().err
 
 
 def test_a_network_of_other_labels_is_rejected(tmp_path, capsys):

@@ -27,9 +27,9 @@ def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, capsys
     (folder,) = question.folder.glob("pairs/same-seed=101-*")
     changes = [
         ("environment.json", '["card"]', "[]", "had other data or another device than"),
-        ("result.json", '"steps": 12', '"steps": 13', "was resumed with another config"),
+        ("result.json", '"steps": 12', '"steps": 13', "was resumed with another trainer.max_steps"),
         ("result.json", '"steps": 12', '"steps": 11', "ended at step 11 of 12; remove the callback"),
-        ("config.yaml", "eval_sequences: null", "eval_sequences: 3", "was resumed with another config"),
+        ("config.yaml", "eval_sequences: null", "eval_sequences: 3", "was resumed with another data.eval_sequences"),
     ]
     for name, old, new, expected in changes:
         before = (folder / name).read_text()

@@ -31,6 +31,8 @@ SUPPORTED = (*REGULAR, *STACK_TASKS, brackets.TASK)
 EXHAUSTIVE_STRINGS = 100_000  # the default for `--exhaustive` has at most this many strings of full length
 EXHAUSTIVE_TOKENS = 120_000  # the same for stack tasks, in tokens
 EXHAUSTIVE_SYMBOLS = 12  # the default for expressions with brackets: 46,220 strings
+MAX_STRINGS = 10_000_000  # `--exhaustive` gives at most this many strings of full length
+MAX_SYMBOLS = 16  # the same for expressions with brackets, in symbols
 PREFIXES = 20  # strings that one random stream gives
 HARDNESS = 1e4  # factor on the action logits: gaps above 0.002 give a probability of 1 in float32
 GRIDS = (1024, 128, 32)  # inverse steps that slots are rounded to
@@ -69,8 +71,12 @@ def run(
     """Certify a run, print the certificate, and write certificate.json and automaton.png. Return 1 if it differs."""
     started, loaded = time.monotonic(), load_run(path, ckpt_path)
     task = check_run(loaded)
+    num_symbols = TASKS[task].num_symbols
+    limit = MAX_SYMBOLS if task == brackets.TASK else int(np.log(MAX_STRINGS) / np.log(num_symbols))
+    if exhaustive is not None and exhaustive > limit:
+        raise ConfigError(f"certify: --exhaustive: expected at most {limit} for {task}, found {exhaustive}")
     batch_size = regular.BATCH_SIZE if task in REGULAR and can_enumerate(loaded) else None
-    machine = Machine(loaded.model, TASKS[task].num_symbols, batch_size=batch_size)
+    machine = Machine(loaded.model, num_symbols, batch_size=batch_size)
     print(f"{loaded.checkpoint}, {task}\n")
     if task in REGULAR:
         certificate = certify_regular(loaded, machine, strings, max_length, exhaustive)
@@ -186,12 +192,12 @@ def describe_learned(
     else:
         shown = format_string(TASKS[task].symbols, difference)
         result.proved.append(f"product of the learned and the task's automaton: the shortest difference is {shown}")
-    rng, wrong, rows = np.random.default_rng(SEED + 1), 0, 100
-    for length in np.linspace(1, 1000, max(1, num_strings // rows)).astype(int):
-        batch = TASKS[task].sample(rng, rows, int(length))
-        wrong += int((learned.outputs[learned.run(batch.inputs)[:, -1]] != batch.targets[:, 0]).sum())
-    result.measured.append(f"{num_strings:,} random strings of up to 1,000 symbols: automaton and labels of the task "
-                           f"differ on {wrong}")  # fmt: skip
+    batches = draw_strings(TASKS[task], np.random.default_rng(SEED + 1), num_strings, 1000)
+    is_wrong = [learned.outputs[learned.run(b.inputs)[:, -1]] != b.targets[:, 0] for b in batches]
+    result.measured.append(
+        f"{sum(map(len, is_wrong)):,} random strings of up to 1,000 symbols, lengths in geometric steps: automaton and "
+        f"labels of the task differ on {sum(int(wrong.sum()) for wrong in is_wrong)}"
+    )
 
 
 def add_loops(result: Certificate, loaded: LoadedRun, machine: Machine, expected: Automaton, max_length: int) -> None:
@@ -330,7 +336,7 @@ def certify_stack(
 def draw_strings(task: Task, rng: np.random.Generator, count: int, longest: int) -> list[TaskBatch]:
     """Draw about `count` strings of up to `longest` symbols, a batch for each length of a geometric sequence."""
     lengths = np.geomspace(1, longest, 4 * PREFIXES).round().astype(int)
-    return [task.sample(rng, max(1, count // len(lengths)), int(length)) for length in lengths]
+    return [task.sample(rng, max(1, round(count / len(lengths))), int(length)) for length in lengths]
 
 
 def _count_wrong_labels(task: automata.StackTask, batch: Any) -> int:

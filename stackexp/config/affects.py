@@ -17,8 +17,8 @@ from stackexp.config.yaml_files import flatten
 
 FlatConfig = Mapping[str, Any]
 
-WITHOUT_EFFECT_ON_RESULTS = ("execution", "logging")
-"""Options that do not identify a trial: the results are the same."""
+AFFECT_RESULTS = ("training", "continuation", "evaluation", "location")
+"""The effects of the options that identify a trial. With the others, the results are the same."""
 
 
 def flatten_config(config: ExperimentConfig) -> dict[str, Any]:
@@ -60,22 +60,22 @@ def find_changed_keys(ours: FlatConfig, theirs: FlatConfig, which: Collection[st
     return [key for key in changed if get_effect(ours if key in ours else theirs, key) in which]
 
 
-def remove_defaults(section: Any, exclude: Collection[str]) -> Any:
-    """Return a config as nested dicts with only kinds and values that differ from the defaults.
+def remove_defaults(section: Any, which: Collection[str]) -> Any:
+    """Return a config as nested dicts, with only kinds and values that differ from the defaults.
 
-    Options that affect one of `exclude` are omitted.
+    Options that affect none of `which` are omitted.
     """
     if isinstance(section, dict):
-        return {key: remove_defaults(item, exclude) for key, item in section.items()}
+        return {key: remove_defaults(item, which) for key, item in section.items()}
     if not dataclasses.is_dataclass(section):
         return section
     kept = {}
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
-        if field.metadata.get("affects", "training") not in exclude and (
+        if field.metadata.get("affects", "training") in which and (
             field.name == "kind" or value != get_default(field)
         ):
-            kept[field.name] = remove_defaults(value, exclude)
+            kept[field.name] = remove_defaults(value, which)
     return kept
 
 

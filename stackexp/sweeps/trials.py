@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any
 
-from stackexp.config.affects import WITHOUT_EFFECT_ON_RESULTS, remove_defaults
+from stackexp.config.affects import AFFECT_RESULTS, remove_defaults
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
 from stackexp.files import is_locked, read_json, read_json_lines, try_lock, write_json
@@ -86,7 +86,7 @@ def compute_config_hash(config: ExperimentConfig) -> str:
 
     Options at their defaults are omitted, so that a trial keeps its hash when the schema gets a new option.
     """
-    tree = remove_defaults(config, exclude=WITHOUT_EFFECT_ON_RESULTS)
+    tree = remove_defaults(config, AFFECT_RESULTS)
     if "warm_start" in tree:
         tree["init"] = tree.pop("warm_start")  # its earlier name, so that trials keep their hash
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:8]

@@ -15,7 +15,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.compose import build_dataclass, load_config, to_yaml
+from stackexp.config.affects import AFFECT_RESULTS, find_changed_keys, flatten_config
+from stackexp.config.compose import build_dataclass
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import find_origin, split_overrides
 from stackexp.config.yaml_files import Tree, display_path, read_file
@@ -94,11 +95,10 @@ class Stage:
 def _read_score(trial: Trial, objective: str) -> float:
     """Return the score of a finished trial. Raises RunError if the run was resumed with another config."""
     path, result, steps = trial.folder.path, trial.folder.read_result(), trial.config.trainer.max_steps
-    is_changed = result.steps > steps
-    if not is_changed and trial.folder.config.read_text(encoding="utf-8") != to_yaml(trial.config):
-        is_changed = compute_config_hash(load_config(trial.folder.config)) != compute_config_hash(trial.config)
-    if is_changed:
-        raise RunError(f"{path}: was resumed with another config than the verdict's; move the folder elsewhere")
+    changed = find_changed_keys(trial.folder.read_options(), flatten_config(trial.config), AFFECT_RESULTS)
+    if changed or result.steps > steps:
+        key = (changed or [STEPS])[0]
+        raise RunError(f"{path}: was resumed with another {key} than the verdict's; move the folder elsewhere")
     if result.steps < steps:
         raise RunError(f"{path}: ended at step {result.steps} of {steps}; remove the callback that ended it")
     try:
@@ -321,12 +321,10 @@ class Verdict:
 
     def _list_tuning_runs(self, values: dict[str, Values]) -> dict[str, list[RunFolder]]:
         """Return the finished tuning runs of each arm with the chosen values."""
-        tuning, stage = self.config.tuning, self.tuning
-        assert tuning is not None
-        assert stage is not None
+        assert self.tuning is not None
         runs: dict[str, list[RunFolder]] = {arm: [] for arm in self.arms}
-        for (arm, i, _), trial in stage.trials.items():
-            if trial.folder.is_finished and tuning.draw_points(arm)[i] == values[arm]:
+        for (arm, *_), trial in self.tuning.trials.items():
+            if trial.folder.is_finished and values[arm].items() <= trial.values.items():
                 runs[arm].append(trial.folder)
         return runs
 
@@ -417,7 +415,10 @@ class Verdict:
             sweep = self._build_sweep(str(stage.sweep.config.name), part, is_search=stage is self.tuning)
             run_sweep(sweep, launcher=launcher, max_parallel=max_parallel, whole=stage.sweep)
         except RunError:
-            failed = [stage.trials[key] for key in keys if key not in stage.read_scores()]  # the others diverged
+            if launcher != "local":
+                raise
+            ended = stage.read_scores()
+            failed = [stage.trials[key] for key in keys if key not in ended]  # the others diverged
             if failed and (cause := read_failure(failed[0]).get("cause")):
                 raise RunError(
                     f"{stage.sweep.folder}: {len(failed)} of {len(keys)} runs failed, the first {failed[0].name}: "
