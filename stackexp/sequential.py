@@ -36,6 +36,10 @@ class Outcome(StrEnum):
     NO_EFFECT = "no effect"  # above the effect in question
     UNDECIDED = "undecided"
 
+    def describe(self, effect: float) -> str:
+        """Return the verdict in words, with the effect in question (nats) if there is none above it."""
+        return f"no effect above {effect:g}" if self == Outcome.NO_EFFECT else str(self)
+
 
 @dataclass(frozen=True)
 class Judgment:

@@ -1,6 +1,8 @@
 """The noise of a pair by source, from grids of seeds and data orders."""
 
+import itertools
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -62,6 +64,32 @@ def test_plan_splits_the_noise_of_a_grid(tmp_path, capsys):
     next(tmp_path.glob("stack-seed=2-shuffle_seed=1-*")).joinpath("result.json").unlink()
     assert main(command) == 1
     assert "1 run missing, the first with seed=2, shuffle_seed=1" in capsys.readouterr().err
+
+
+def test_pairs_share_one_loss_and_hours_of_runs_that_have_them(tmp_path, capsys):
+    """Arm a has validation sets, arm b has none; all have one order, so seeds are paired."""
+    options = {"wide": ["model.memory=null"], "a": [], "b": ["model.memory=queue"]}
+    for arm, seed in itertools.product(options, range(3)):
+        run = write_run(tmp_path / f"{arm}-seed={seed}-0123abcd", "data.shuffle_seed=0", *options[arm], seed=seed)
+        training = 4 + (0.01 if arm == "a" else 0.02) * seed * (arm != "wide")
+        figures = {"train_loss": {"last_20_steps": training}}
+        figures |= {"seconds": 1800.0} if (arm, seed) != ("a", 1) else {}
+        finish(run, 4 + 0.1 * seed * (arm == "a"), **figures, **({"sets": {}, "average": {}} if arm == "b" else {}))
+
+    def plan() -> tuple[dict[str, list[str]], str]:
+        assert main(["plan", "--effect", "0.05", "--runs", str(tmp_path), "--baseline", "wide"]) == 0
+        printed = capsys.readouterr().out
+        return {row[0]: row[1:] for row in map(str.split, printed.splitlines()) if row[1:]}, " ".join(printed.split())
+
+    rows, printed = plan()
+    assert (rows["a"][0], rows["b"][0]) == ("0.0100", "0.0200"), "the arms share the training loss only"
+    assert "The noise is that of the training loss." in printed
+    assert float(rows["a"][-1]) == int(rows["a"][-2]), "a pair takes an hour; the pair without a duration is ignored"
+    for run in tmp_path.glob("b-*"):
+        shutil.rmtree(run)
+    rows, printed = plan()
+    assert rows["a"][0] == "0.1000"
+    assert "The noise is that of the validation loss." in printed
 
 
 @pytest.mark.parametrize(("arms", "seeds"), [(17, 3), (4, 3), (2, 8), (1, 4)])

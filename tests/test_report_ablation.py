@@ -239,6 +239,16 @@ def test_arms_of_one_name_are_told_apart_by_their_options(tmp_path):
     assert names[1:] == [f"q (20261124-21565{number}-4dc3)" for number in range(3)], "too many options to name"
 
 
+def test_runs_that_treat_loss_spikes_differently_are_other_arms(tmp_path):
+    for seed, options in enumerate([(), ("trainer.skip_spikes=true",), ("trainer.spike_threshold=3",)]):
+        write_run(tmp_path / f"q-seed={seed}-0123abc{seed}", *options, seed=seed)
+    assert list(load_arms([tmp_path])[0]) == [
+        "q (skip_spikes=false, spike_threshold=6.0)",
+        "q (skip_spikes=true, spike_threshold=6.0)",
+        "q (skip_spikes=false, spike_threshold=3.0)",
+    ]
+
+
 def test_cells_of_a_grid_are_not_the_papers_variants(tmp_path):
     finish(write_run(tmp_path / "H=2-d_s=4-S=2-0123abcd", "model.memory=stacktrans"), 3.0)
     table = read_table(build_ablation([tmp_path]), 0)
@@ -279,7 +289,7 @@ def test_the_figure_is_sorted_by_loss_and_explains_the_average(runs):
     [
         (-0.03, -0.01, "helps"),
         (0.002, 0.005, "hurts"),
-        (-0.009, 0.008, "no effect above 0.01"),
+        (-0.009, 0.008, "no effect"),
         (-0.01, 0.0, "undecided"),
         (-0.005, 0.05, "undecided"),
         (-0.05, 0.005, "undecided"),
@@ -287,7 +297,7 @@ def test_the_figure_is_sorted_by_loss_and_explains_the_average(runs):
 )
 def test_an_interval_that_contains_the_effect_is_undecided(low, high, word):
     assert classify_effect(low, high, effect=0.01) == word
-    corrected = {"helps": "undecided", "hurts": "no effect above 0.01"}
+    corrected = {"helps": "undecided", "hurts": "no effect"}
     assert classify_effect(low, high, effect=0.01, is_significant=False) == corrected.get(word, word)
 
 
@@ -307,18 +317,18 @@ def test_arms_without_an_effect_rarely_help_or_hurt(seeds, chunk_error):
             estimate = chunk_error * math.sqrt(2 * rng.chisquare(4) / 4)
             chunks = SamplingError(estimate, 4) if chunk_error else None
             differences[str(arm)] = compute_difference((losses[arm] - losses[0]).tolist(), chunks)
-        found += any(verdict.word in ("helps", "hurts") for verdict in judge_arms(differences, 0.01).values())
+        found += any(verdict.outcome in ("helps", "hurts") for verdict in judge_arms(differences, 0.01).values())
     assert 0.01 < found / count < 0.05 + 2 * math.sqrt(0.05 * 0.95 / count)
 
 
 def test_verdicts_are_corrected_for_the_number_of_arms():
     clear = compute_difference([-0.1, -0.08, -0.11])  # p = 0.0082
-    assert judge_arms({"a": clear}, 0.01)["a"].word == "helps"
+    assert judge_arms({"a": clear}, 0.01)["a"].outcome == "helps"
     others = {str(i): compute_difference([-0.1, 0.1, 0.0]) for i in range(6)}
     assert judge_arms({"a": clear} | others, 0.01)["a"] == ("undecided", (clear.low, clear.high))
     same = judge_arms({"a": compute_difference([0.0, 0.0]), "one": Difference(-0.5, -0.6, -0.4, 1), "no": None}, 0.01)
-    assert {arm: verdict.word for arm, verdict in same.items()} == {
-        "a": "no effect above 0.01",
+    assert {arm: verdict.outcome for arm, verdict in same.items()} == {
+        "a": "no effect",
         "one": "undecided",
         "no": "undecided",
     }

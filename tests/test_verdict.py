@@ -195,7 +195,7 @@ def test_real_runs_at_equal_time_with_interventions(tiny, program):
     )
     judgment = judge({"stack": list(stack - plain)}, 4, 2.0)["stack"]  # the speeds decide the steps, and so the loss
     assert judgment.is_decided
-    assert re.search(rf"^stack +{judgment.word}.* {judgment.pairs}/4 ", printed, re.M)
+    assert re.search(rf"^stack +{judgment.outcome}.* {judgment.pairs}/4 ", printed, re.M)
     changes = [json.loads((run.path / "interventions.json").read_text())["changes"] for run in runs]
     for name in ("mean action", "dropped read"):
         row = next(line.split() for line in printed.splitlines() if line.startswith("stack ") and name in line)

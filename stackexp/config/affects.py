@@ -72,9 +72,7 @@ def remove_defaults(section: Any, which: Collection[str]) -> Any:
     kept = {}
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
-        if field.metadata.get("affects", "training") in which and (
-            field.name == "kind" or value != get_default(field)
-        ):
+        if field.metadata.get("affects", "training") in which and (field.name == "kind" or value != get_default(field)):
             kept[field.name] = remove_defaults(value, which)
     return kept
 

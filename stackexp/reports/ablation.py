@@ -39,7 +39,7 @@ from stackexp.reports.arms import (
 )
 from stackexp.reports.compare import format_loss
 from stackexp.reports.report import PALETTE, Report, Table, new_figure
-from stackexp.sequential import LEVEL, adjust_holm
+from stackexp.sequential import LEVEL, Outcome, adjust_holm
 from stackexp.tables import ABSENT
 
 PAPER = {
@@ -112,29 +112,29 @@ def build_ablation(
     records = _build_records(finished, order, variants, comparisons)
     for record in records:
         if verdict := verdicts.get(record["arm"]):
-            record[f"{column} verdict"] = verdict.word
+            record[f"{column} verdict"] = verdict.outcome.describe(effect)
     draw = (lambda: draw_differences(paired, str(base), column, effect)) if paired else None
     return Report(tables, [*notes, *LEGEND], records, draw)
 
 
-class Verdict(NamedTuple):
+class ArmVerdict(NamedTuple):
     """The verdict on an arm, with its interval over seeds if there is one."""
 
-    word: str
+    outcome: Outcome
     interval: tuple[float, float] | None
 
 
-def classify_effect(low: float, high: float, effect: float, is_significant: bool = True) -> str:
-    """Return the verdict on the interval of a loss difference: helps, hurts, no effect above `effect` or undecided.
+def classify_effect(low: float, high: float, effect: float, is_significant: bool = True) -> Outcome:
+    """Return the verdict on the interval of a loss difference.
 
     `is_significant` is False if the interval excludes zero only before a correction for multiple comparisons.
     """
     if is_significant and (high < 0 or low > 0):
-        return "helps" if high < 0 else "hurts"
-    return f"no effect above {effect:g}" if -effect < low and high < effect else "undecided"
+        return Outcome.HELPS if high < 0 else Outcome.HURTS
+    return Outcome.NO_EFFECT if -effect < low and high < effect else Outcome.UNDECIDED
 
 
-def judge_arms(differences: Mapping[str, Difference | None], effect: float) -> dict[str, Verdict]:
+def judge_arms(differences: Mapping[str, Difference | None], effect: float) -> dict[str, ArmVerdict]:
     """Return the verdict on each arm by its difference from the baseline. An arm without two pairs is undecided."""
     intervals: dict[str, tuple[float, float]] = {}
     p_values = []
@@ -142,9 +142,9 @@ def judge_arms(differences: Mapping[str, Difference | None], effect: float) -> d
         if difference and difference.seeds > 1 and difference.low is not None and difference.high is not None:
             intervals[arm] = difference.low, difference.high
             p_values.append(_compute_p_value(difference.low, difference.high, difference.degrees))
-    verdicts = dict.fromkeys(differences, Verdict("undecided", None))
+    verdicts = dict.fromkeys(differences, ArmVerdict(Outcome.UNDECIDED, None))
     for (arm, interval), p_value in zip(intervals.items(), adjust_holm(p_values), strict=True):
-        verdicts[arm] = Verdict(classify_effect(*interval, effect, p_value <= LEVEL), interval)
+        verdicts[arm] = ArmVerdict(classify_effect(*interval, effect, p_value <= LEVEL), interval)
     return verdicts
 
 
@@ -160,17 +160,18 @@ def _compute_p_value(low: float, high: float, degrees: float) -> float:
     return float(2 * stdtr(degrees, -abs(high + low) / (high - low) * get_t_quantile(degrees)))
 
 
-def _format_verdicts(verdicts: Mapping[str, Verdict], column: str, effect: float) -> str:
+def _format_verdicts(verdicts: Mapping[str, ArmVerdict], column: str, effect: float) -> str:
     """Return one line: the arms of each verdict, with the largest gain that their interval does not exclude."""
     count = sum(verdict.interval is not None for verdict in verdicts.values())
     name = column if column in ("V2", "V3") else f"the {column}"
     if not count:
         return f"Verdict on {name}: undecided; an interval over seeds needs two pairs or more."
     groups: dict[str, list[str]] = {}
-    for arm, (word, interval) in verdicts.items():
-        is_corrected = word == "undecided" and interval and not interval[0] <= 0 <= interval[1]
+    for arm, (outcome, interval) in verdicts.items():
+        is_corrected = outcome == Outcome.UNDECIDED and interval and not interval[0] <= 0 <= interval[1]
         gain = f"{max(0.0, -interval[0]):.3f}" if interval else "one pair"
-        groups.setdefault(f"{word} after Holm" if is_corrected else word, []).append(f"{arm} ({gain})")
+        word = outcome.describe(effect) + " after Holm" * bool(is_corrected)
+        groups.setdefault(word, []).append(f"{arm} ({gain})")
     parts = [f"{word}: {', '.join(arms)}" for word, arms in sorted(groups.items())]
     return (
         f"Verdict on {name} (effect {effect:g} nats, 95 %, Holm over {count} arm{'s' * (count > 1)}; a gain above the "

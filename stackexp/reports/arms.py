@@ -33,7 +33,8 @@ from stackexp.modules.scores import (
 from stackexp.reports.training_data import GENERATED_DATA, explain_other_data, select_data_options
 from stackexp.runs import RunFolder
 from stackexp.sweeps import list_shipped
-from stackexp.sweeps.sweep import COPY
+from stackexp.sweeps.schema import format_value
+from stackexp.sweeps.sweep import COPY, STEPS
 from stackexp.tables import ABSENT
 
 MAX_NAMED_OPTIONS = 3  # in the name of an arm
@@ -47,7 +48,7 @@ PAPER_STACK = {
     **{"push_norm": "none", "action_input": "head", "action_bias": None, "site": "after_block", "feedback": False},
     "residual_gate": "hidden",
 }
-PLACES = ("data.path", "data.remote")
+LOCATIONS = ("data.path", "data.remote")
 """Options that locate a corpus. Two paths may lead to the same corpus."""
 SIZES = ("model.hidden_size", "model.intermediate_size", "model.num_heads", "model.num_kv_heads", "model.num_layers")
 TRAINING, OTHER = "training loss", "average"
@@ -81,9 +82,9 @@ def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple
             latest = {row["seed"]: row for row in group if is_finished(row)}
             replaced += [row for row in group if is_finished(row) and row is not latest[row["seed"]]]
             arms[name] = [*latest.values(), *(row for row in group if not is_finished(row))]
-            if len(places := {str(row.get(key)) for row in group for key in PLACES if row.get(key)}) > 1:
+            if len(corpora := {str(row.get(key)) for row in group for key in LOCATIONS if row.get(key)}) > 1:
                 notes.append(
-                    f"{name}: runs on {', '.join(sorted(places))}; their mean mixes corpora unless these hold the same"
+                    f"{name}: runs on {', '.join(sorted(corpora))}; their mean mixes corpora unless these hold the same"
                 )
     if not arms:
         found = "; ".join(notes) or "no run folders of language models"
@@ -112,13 +113,12 @@ def select_finished(rows: Iterable[Row]) -> list[Row]:
 
 
 def find_differences(ours: Row, theirs: Row) -> list[str]:
-    """Return the keys in which two runs differ: options of the training, except the seed, and its length.
+    """Return the options in which the trainings of two runs differ, except the seed.
 
     An option that did not exist when a run began has its default value.
     """
-    ours, theirs = get_options(ours), get_options(theirs)
-    length = ["trainer.max_steps"] if ours.get("trainer.max_steps") != theirs.get("trainer.max_steps") else []
-    return [key for key in find_changed_keys(ours, theirs, ["training"]) if key != "seed"] + length
+    changed = find_changed_keys(get_options(ours), get_options(theirs), ["training", "continuation"])
+    return [key for key in changed if key != "seed"]
 
 
 def _separate_names(label: str, groups: list[list[Row]]) -> list[str]:
@@ -131,10 +131,8 @@ def _separate_names(label: str, groups: list[list[Row]]) -> list[str]:
     folders = [Path(row["path"]).name for row in first]
     details = folders if len(set(folders)) == len(folders) else [row["path"] for row in first]
     if len(keys) <= MAX_NAMED_OPTIONS:
-        details = [
-            ", ".join(f"{key.rpartition('.')[2]}={get_value(get_options(row), every, key)}" for key in keys)
-            for row in first
-        ]
+        values = [{key: format_value(get_value(get_options(row), every, key)) for key in keys} for row in first]
+        details = [", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in v.items()) for v in values]
     return [f"{label} ({detail})" for detail in details]
 
 
@@ -307,15 +305,17 @@ class Comparison:
     mismatches: list[tuple[str, str, int]]
 
     @cached_property
-    def differences(self) -> dict[str, Difference]:
-        """The difference in each column that all pairs have, averaged over the same sets."""
+    def values(self) -> dict[str, list[float]]:
+        """The difference of every pair in each column that all pairs have, averaged over the same sets."""
         losses = [(read_losses(run), read_losses(base)) for run, base in self.pairs]
         sets = {c: {list_sets(run, c) for pair in self.pairs for run in pair} for c in COLUMNS}
         columns = [c for c in COLUMNS if len(sets[c]) == 1 and all(c in x and c in y for x, y in losses)]
-        return {
-            c: compute_difference([ours[c][0] - base[c][0] for ours, base in losses], self._estimate_chunk_error(c))
-            for c in columns
-        }
+        return {c: [ours[c][0] - base[c][0] for ours, base in losses] for c in columns}
+
+    @cached_property
+    def differences(self) -> dict[str, Difference]:
+        """The mean difference in each of these columns."""
+        return {c: compute_difference(values, self._estimate_chunk_error(c)) for c, values in self.values.items()}
 
     @cached_property
     def noise(self) -> dict[str, Noise]:
@@ -393,9 +393,10 @@ def _compare_sizes(runs: list[Row], bases: list[Row]) -> list[str]:
 
 def _find_other_options(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """Return the options, as key=value, that differ from the baseline, except sizes and memory options."""
-    changed = find_changed_keys(theirs, ours, ["training"])
-    others = [key for key in changed if key not in ("seed", *SIZES) and not key.startswith("model.memory")]
-    return [f"{key}={get_value(ours, theirs, key)}" for key in others]
+    changed = find_changed_keys(theirs, ours, ["training", "continuation"])
+    known = ("seed", STEPS, *SIZES)  # runs with other numbers of tokens are no pair
+    others = [key for key in changed if key not in known and not key.startswith("model.memory")]
+    return [f"{key}={format_value(get_value(ours, theirs, key))}" for key in others]
 
 
 # Notes

@@ -13,14 +13,12 @@ from stackexp.errors import RunError
 from stackexp.frame import Row
 from stackexp.modules.scores import TOO_FEW_CHUNKS
 from stackexp.reports.arms import (
-    OTHER,
-    TRAINING,
     Arms,
     Comparison,
+    choose_column,
     count_runs,
     find_baseline,
     find_differences,
-    read_losses,
     select_finished,
 )
 from stackexp.reports.report import Table
@@ -48,27 +46,34 @@ class Grid(NamedTuple):
 def find_grids(arms: Arms, baseline: str | None) -> tuple[str | None, dict[str, Grid], list[str]]:
     """Return the baseline, the grid of each other arm, and notes on arms without a complete one.
 
-    The grid is empty unless runs have a `data.shuffle_seed`. Raises RunError if no arm has a complete grid.
+    There is none unless runs have different values of `data.shuffle_seed`. Raises RunError if no arm has a complete
+    grid.
     """
+    rows = [row for members in arms.values() for row in select_finished(members) if row.get(ORDER_SEED) is not None]
+    if len({row[ORDER_SEED] for row in rows}) < 2:
+        return None, {}, []
     groups: Arms = {}
-    for row in (row for rows in arms.values() for row in select_finished(rows) if row.get(ORDER_SEED) is not None):
+    for row in rows:
         groups.setdefault(row["arm"], []).append(row)
-    base = find_baseline(groups, baseline) if groups else None
+    base = find_baseline(groups, baseline)
     if base is None:
         return None, {}, []
-    grids, notes = {}, []
-    for arm, rows in groups.items():
+    comparisons, notes = [], []
+    for arm, members in groups.items():
         if arm == base:
             continue
-        pairs, missing = _pair_cells(rows, groups[base])
+        pairs, missing = _pair_cells(members, groups[base])
         if missing:
             notes.append(f"{arm}: no grid with {base}; {missing}")
-            continue
-        losses = [tuple(map(read_losses, pair)) for pair in pairs]
-        column = OTHER if all(OTHER in loss for pair in losses for loss in pair) else TRAINING
-        num_orders = len({row[ORDER_SEED] for row in rows})
-        differences = np.array([ours[column][0] - theirs[column][0] for ours, theirs in losses])
-        grids[arm] = Grid(pairs, differences.reshape(-1, num_orders), column)
+        else:
+            comparisons.append(Comparison(arm, pairs, [], []))
+    column = choose_column(None, [comparison.values for comparison in comparisons])
+    num_orders = len({row[ORDER_SEED] for row in rows})
+    grids = {
+        c.arm: Grid(c.pairs, np.reshape(c.values[column], (-1, num_orders)), column)
+        for c in comparisons
+        if column in c.values
+    }
     if not grids:
         raise RunError("; ".join(notes) or f"{base}: no other arm has runs with {ORDER_SEED}")
     return base, grids, notes

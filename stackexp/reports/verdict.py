@@ -12,7 +12,7 @@ from stackexp.data import hash_log
 from stackexp.errors import RunError
 from stackexp.frame import Row
 from stackexp.metric_tags import AVERAGED_STEPS, TOKENS_PER_SECOND, TRAIN_LOSS
-from stackexp.reports.arms import OTHER, TRAINING, compare_arms, find_baseline, load_arms, read_losses, select_finished
+from stackexp.reports.arms import OTHER, choose_column, compare_arms, find_baseline, load_arms, select_finished
 from stackexp.reports.compare import format_loss, read_curve
 from stackexp.reports.interventions import build_interventions
 from stackexp.reports.noise import TOTAL, Grid, build_noise, find_grids, pool_deviations, split_variance
@@ -144,10 +144,8 @@ def format_outcome(
 
     The hours are those of one device (a core or a GPU) for both runs of each pair.
     """
-    if judgment.outcome == Outcome.NO_EFFECT:
-        return f"no effect above {plan.effect:g}"
     if judgment.outcome != Outcome.UNDECIDED:
-        return str(judgment.outcome)
+        return judgment.outcome.describe(plan.effect)
     if diverged is not None:
         return f"undecided: seed {diverged} diverged"
     left = plan.pairs - judgment.pairs
@@ -389,23 +387,17 @@ def build_pair_plan(paths: Sequence[Path], effect: float, baseline: str | None =
     base = find_baseline(finished, baseline)
     if base is None:
         raise RunError(f"{', '.join(map(str, paths))}: no Transformer without a memory; choose --baseline")
-    differences: dict[str, dict[int, float]] = {}
-    seconds: list[float] = []
-    for arm, members in finished.items():
-        pairs = compare_arms(arm, members, base, finished[base]).pairs if arm != base else []
-        losses = [(read_losses(run), read_losses(other)) for run, other in pairs]
-        column = OTHER if all(OTHER in ours and OTHER in theirs for ours, theirs in losses) else TRAINING
-        values = {
-            run["seed"]: ours[column][0] - theirs[column][0]
-            for (run, _), (ours, theirs) in zip(pairs, losses, strict=True)
-            if column in ours and column in theirs
-        }
-        if len(values) > 1:
-            differences[arm] = values
-            seconds += _list_seconds(pairs)
+    compared = [compare_arms(arm, rows, base, finished[base]) for arm, rows in finished.items() if arm != base]
+    compared = [comparison for comparison in compared if len(comparison.pairs) > 1]
+    column = choose_column(None, [comparison.values for comparison in compared])
+    differences = {
+        c.arm: dict(zip((run["seed"] for run, _ in c.pairs), c.values[column], strict=True))
+        for c in compared
+        if column in c.values
+    }
     if not differences:
         raise RunError(f"{base}: no arm has two finished runs with the same seeds and data; train more seeds")
-    hours = statistics.median(seconds) / 3600
+    hours = _measure_hours([pair for comparison in compared for pair in comparison.pairs])
     lines = [
         _plan_row(arm, *estimate_deviation(list(values.values())), effect, hours) for arm, values in differences.items()
     ]
@@ -416,19 +408,24 @@ def build_pair_plan(paths: Sequence[Path], effect: float, baseline: str | None =
     if len(pooled) > 1:
         label = f"pooled ({len(pooled)} arms of {len(pooled[0])} pairs)"
         lines.append(_plan_row(label, *pool_deviations(np.array(pooled)), effect, hours))
-    return Report([_tabulate_plan(effect, lines)], [_describe_plan(base, effect)], [])
+    return Report([_tabulate_plan(effect, lines)], [_describe_plan(base, effect, column)], [])
 
 
 def _plan_grids(base: str, grids: dict[str, Grid], effect: float, notes: list[str]) -> Report:
     """Return the noise by source, and the pairs for its total."""
-    hours = statistics.median(_list_seconds([pair for grid in grids.values() for pair in grid.pairs])) / 3600
+    hours = _measure_hours([pair for grid in grids.values() for pair in grid.pairs])
+    (column,) = {grid.column for grid in grids.values()}
     total = {arm: split_variance(grid.differences)[TOTAL] for arm, grid in grids.items()}
     lines = [_plan_row(arm, float(x), float(low), float(high), effect, hours) for arm, (x, low, high) in total.items()]
-    return Report([build_noise(base, grids), _tabulate_plan(effect, lines)], [*notes, _describe_plan(base, effect)], [])
+    return Report(
+        [build_noise(base, grids), _tabulate_plan(effect, lines)], [*notes, _describe_plan(base, effect, column)], []
+    )
 
 
-def _list_seconds(pairs: Sequence[tuple[Row, Row]]) -> list[float]:
-    return [math.fsum(row.get("seconds", math.nan) for row in pair) for pair in pairs]
+def _measure_hours(pairs: Sequence[tuple[Row, Row]]) -> float:
+    """Return the median duration of both runs of a pair; NaN if none is recorded."""
+    known = [ours["seconds"] + base["seconds"] for ours, base in pairs if "seconds" in ours and "seconds" in base]
+    return statistics.median(known) / 3600 if known else math.nan
 
 
 def _tabulate_plan(effect: float, rows: list[list[str]]) -> Table:
@@ -436,11 +433,12 @@ def _tabulate_plan(effect: float, rows: list[list[str]]) -> Table:
     return Table(f"Pairs for an effect of {effect:g}", header, rows)
 
 
-def _describe_plan(base: str, effect: float) -> str:
+def _describe_plan(base: str, effect: float, column: str) -> str:
+    loss = {OTHER: "validation loss", "V2": "loss on V2"}.get(column, column)
     return (
         f"Pairs with {base} that find a difference of {effect:g} nats with probability {POWER:g} at level {LEVEL:g}, "
-        "with a look after every pair, for one arm. Deviations have 95 % intervals. Hours: the median duration of "
-        "both runs, on their machines."
+        f"with a look after every pair, for one arm. The noise is that of the {loss}. Deviations "
+        "have 95 % intervals. Hours: the median duration of both runs, on their machines."
     )
 
 
