@@ -68,10 +68,12 @@ def test_copies_have_tests_but_no_validations_of_other_runs(runs):
         (run / name).write_text(json.dumps(record))
     other = record | {"checkpoint": "runs/queue-seed=0-0123abc2/checkpoints/00000010"}
     (run / "validate-other.json").write_text(json.dumps(other))
+    (run / "interventions.json").write_text("{}")
     write_chunk_losses(run / "validate-other.json", "held-out", np.ones((2, 2)))
     assert main(["runs", "copy", str(run), "--to", "copies"]) == 0
     names = {path.name for path in Path("copies", run.name).iterdir()}
-    assert {"test.json", "test-to-500-every-9-of-512.json", "validate.json", "validate.chunks"} <= names
+    tests = {"test.json", "test-to-500-every-9-of-512.json"}
+    assert {*tests, "validate.json", "validate.chunks", "interventions.json"} <= names
     assert not [name for name in names if "other" in name]
 
 
@@ -81,6 +83,7 @@ def test_copies_have_tests_but_no_validations_of_other_runs(runs):
         ("validate-notes.json", '{"note": 1}', "validate-notes.json: not a file of `validate`; move it elsewhere"),
         ("environment.json", '[{"origin": 5}]', "the origin of a session is 5"),
         ("result.json", "{", "result.json: not valid JSON"),
+        ("test.json", "{}", "test.json: names no checkpoint; delete it and repeat `test`"),
         ("result.json", None, "result.json: a symbolic link"),
         ("validate.chunks/held-out.npy", None, "held-out.npy: a symbolic link"),
     ],
@@ -125,6 +128,10 @@ def test_tables_of_a_document_are_replaced(runs, capsys):
     assert printed == "\n".join(text for _, text in tables)
     assert main([*command.split()[3:], "3"]) == 2
     assert "--tables 3: the report has 2 tables" in capsys.readouterr().err
+    trains = "python -m stackexp verdict mine.yaml"
+    Path("other.md").write_text(form.format(command=trains, table="old\n"))
+    assert main(["report", "all", "--update", "other.md"]) == 1
+    assert f"`{trains}` would train; add --report" in capsys.readouterr().err
     assert document.read_text() == "before\n" + 2 * form.format(command=command, table=printed) + "after\n"
 
 

@@ -60,12 +60,14 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
         label = label_task(task, ranges[task], lengths)
         means.append([label, *(_format_mean(scores[task].get(arm, []), best) for arm in arms)])
         solved.append([label, *(count_solved(scores[task].get(arm, []), failed[task, arm]) for arm in arms)])
-    solved.append(["core-hours", *(f"{hours[arm]:.1f}" for arm in arms)])
+    solved.append(["hours", *(f"{hours[arm]:.1f}" for arm in arms)])
     title = (
         f"Mean accuracy on lengths {lengths[0]} to {lengths[1]}, or those stated, with {1 - LEVEL:.0%} intervals over "
         "seeds (Student's t). Bold or *: the highest mean"
     )
-    notes.append("Core-hours: all runs, on one core, with tuning; of runs by earlier versions, the last session.")
+    notes.append(
+        "Hours: of all runs with their tuning, one run after the other; of runs by earlier versions, the last session."
+    )
     tables = [Table(title, ["task", *arms], means)]
     tables.append(Table(f"Seeds with a mean accuracy of at least {SOLVED}, of all", ["task", *arms], solved))
     return Report(tables, notes, records)

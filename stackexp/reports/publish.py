@@ -11,9 +11,10 @@ from typing import Any
 from stackexp.errors import RunError
 from stackexp.files import create_folder_atomically, read_json, read_json_lines, write_json, write_json_lines
 from stackexp.frame import list_tests, read_validations
+from stackexp.reports.interventions import FILE as INTERVENTIONS
 from stackexp.runs import RunFolder
 
-BEGIN = r"<!-- (python -m stackexp (?:report|verdict .*--report) [^\n]*?) -->\n"
+BEGIN = r"<!-- (python -m stackexp (?:report|verdict)\b[^\n]*?) -->\n"
 END = "<!-- end of report -->"
 """A table is between a comment with its command and this line."""
 
@@ -29,13 +30,17 @@ def copy_run(folder: RunFolder, target: Path) -> None:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise RunError(f"{path}: not a regular file; replace it by one")
     records = {record.pop("file"): record for record in read_validations(folder)}
-    records |= {path.name: read_json(path) for path in list_tests(folder)}
+    for path in list_tests(folder):
+        records[path.name] = read_json(path)
+        if not isinstance(records[path.name], dict) or "checkpoint" not in records[path.name]:
+            raise RunError(f"{path}: names no checkpoint; delete it and repeat `test`")
     folder.read_options()  # raises an error for damage
     folder.read_result()
     with create_folder_atomically(target) as new:
         RunFolder(new).mark()
-        for path in (folder.config, folder.result):
-            shutil.copyfile(path, new / path.name)
+        for path in (folder.config, folder.result, folder.path / INTERVENTIONS):
+            if path.exists():
+                shutil.copyfile(path, new / path.name)
         for name, record in records.items():
             write_json(new / name, record | {"checkpoint": Path(record["checkpoint"]).name})
         for path in chunks:
@@ -61,6 +66,8 @@ def update_document(path: Path) -> list[str]:
     """
     text = path.read_text(encoding="utf-8")
     commands = re.findall(BEGIN, text)
+    if trains := [command for command in commands if " verdict " in command and "--report" not in command.split()]:
+        raise RunError(f"{path}: `{trains[0]}` would train; add --report")
     if not commands or len(commands) != text.count(END):
         raise RunError(f"{path}: expected tables between <!-- python -m stackexp report ... --> and {END}")
     end = 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stackexp.data import hash_log
+from stackexp.data.hash_log import FILE_NAME, read_hashes
 from stackexp.errors import RunError
 from stackexp.frame import Row
 from stackexp.metric_tags import AVERAGED_STEPS, TOKENS_PER_SECOND, TRAIN_LOSS
@@ -17,7 +17,7 @@ from stackexp.reports.compare import format_loss, read_curve
 from stackexp.reports.interventions import build_interventions
 from stackexp.reports.noise import TOTAL, Grid, build_noise, find_grids, pool_deviations, split_variance
 from stackexp.reports.report import PALETTE, Report, Table, new_figure
-from stackexp.reports.training_data import DataRecord, compare_data
+from stackexp.reports.training_data import GENERATED_DATA, DataRecord, compare_data
 from stackexp.runs import RunFolder
 from stackexp.sequential import (
     LEVEL,
@@ -48,11 +48,12 @@ def build_verdicts(verdicts: Sequence[Verdict]) -> Report:
     """Build the report of one verdict, or a table with a line for each arm of several."""
     if len(verdicts) == 1:
         return build_verdict(verdicts[0])
-    rows, records, waiting = [], [], []
+    rows, records, notes, waiting = [], [], [], []
     for verdict in verdicts:
         label = verdict.name.rpartition("/")[2]
         if plan := verdict.read_plan():
-            stage = _open_pairs(verdict, plan)
+            stage, uncompared = _open_pairs(verdict, plan)
+            notes += [f"{label}: {note}" for note in uncompared]
             scores, seconds = stage.read_scores(), {arm: _measure_seconds(stage, arm) for arm in verdict.arms}
             rows += [[label, *line] for line in _build_lines(judge_pairs(plan, scores), plan, scores, seconds)]
             records += [
@@ -60,7 +61,8 @@ def build_verdicts(verdicts: Sequence[Verdict]) -> Report:
             ]
         else:
             waiting.append(label)
-    notes = [f"no pairs yet: {', '.join(waiting)}"] if waiting else []
+    notes += [f"no pairs yet: {', '.join(waiting)}"] if waiting else []
+    notes.append(f"{_describe_intervals(len(verdicts[0].arms) - 1)} Questions are not corrected for.")
     title = f"Verdicts against {verdicts[0].baseline}, effect {verdicts[0].config.effect:g}"
     return Report([Table(title, ["question", *HEADER], rows, num_labels=3)] if rows else [], notes, records)
 
@@ -76,7 +78,8 @@ def build_verdict(verdict: Verdict) -> Report:
         counts = (len(verdict.tuning.read_scores()), len(verdict.tuning.trials)) if verdict.tuning else (0, 0)
         notes.append("no pairs yet" + f"; {counts[0]} of {counts[1]} tuning runs are done" * bool(counts[1]))
         return Report(tables, notes, [])
-    stage = _open_pairs(verdict, plan)
+    stage, uncompared = _open_pairs(verdict, plan)
+    notes += uncompared
     scores = stage.read_scores()
     judgments = judge_pairs(plan, scores)
     seconds = {arm: _measure_seconds(stage, arm) for arm in verdict.arms}
@@ -101,16 +104,21 @@ def build_verdict(verdict: Verdict) -> Report:
     return Report(tables, notes, records, lambda: _draw(plan, judgments, diverged))
 
 
-def _open_pairs(verdict: Verdict, plan: Plan) -> Stage:
-    """Return the stage of the pairs. Raises RunError if the two runs of a pair had other data or another device."""
+def _open_pairs(verdict: Verdict, plan: Plan) -> tuple[Stage, list[str]]:
+    """Return the stage of the pairs, and a note if the data of some were not compared.
+
+    Raises RunError if the two runs of a pair had other data or another device.
+    """
     verdict.check_plugins()
-    stage = verdict.build_pairs(plan)
+    stage, uncompared = verdict.build_pairs(plan), 0
     for (arm, _, seed), trial in stage.trials.items():
         pair = trial.folder, stage.trials[plan.baseline, 0, seed].folder
         if arm == plan.baseline or not all(folder.is_finished for folder in pair):
             continue
-        ours, theirs = (DataRecord(False, hash_log.read_hashes(folder.path)) for folder in pair)
-        difference = compare_data(ours, theirs)[0]
+        difference = unknown = ""
+        if trial.config.data.kind not in GENERATED_DATA:  # the config determines these, and arms may differ in them
+            difference, unknown = compare_data(*(DataRecord(False, read_hashes(folder.path)) for folder in pair))
+        uncompared += bool(unknown)
         devices = [(folder.read_sessions() or [{}])[0].get("gpus") or "a CPU" for folder in pair]
         if devices[0] != devices[1]:
             difference = f"{devices[0]}, not {devices[1]}"
@@ -119,7 +127,8 @@ def _open_pairs(verdict: Verdict, plan: Plan) -> Stage:
                 f"{pair[0].path}: had other data or another device than {pair[1].path} ({difference}), so they are no "
                 "pair; remove one of them and repeat the command"
             )
-    return stage
+    note = f"{uncompared} pairs: not checked for equal training data; {FILE_NAME} is missing or has no common step"
+    return stage, [note] if uncompared else []
 
 
 def _build_lines(
@@ -142,7 +151,7 @@ def format_outcome(
 ) -> str:
     """Return the verdict in words; an undecided one with the diverged seed, or the pairs left and their hours.
 
-    The hours are those of one device (a core or a GPU) for both runs of each pair.
+    The hours are those of both runs of each pair, one run after the other.
     """
     if judgment.outcome != Outcome.UNDECIDED:
         return judgment.outcome.describe(plan.effect)
@@ -185,9 +194,7 @@ def _describe(plan: Plan, judgments: dict[str, Judgment], scores: dict[Key, floa
     notes = [
         "Differences are arm minus baseline in nats per token; negative is better. Seeds, tuned values and the number "
         f"of pairs were fixed before the first pair.{detectable}",
-        "Intervals allow for a look after every pair (O'Brien and Fleming's boundary for Student's t) and for "
-        f"{arms} arm{'s' * (arms > 1)} (Bonferroni). Helps and hurts: Holm over the arms, at most {LEVEL:.0%} false "
-        "verdicts among arms without an effect. p: the smallest level at which a look so far decides.",
+        _describe_intervals(arms),
     ]
     for arm, judgment in judgments.items():
         if judgment.pairs > 2:
@@ -204,6 +211,14 @@ def _describe(plan: Plan, judgments: dict[str, Judgment], scores: dict[Key, floa
     diverged = sorted({(arm, seed) for (arm, _, seed), value in scores.items() if not math.isfinite(value)})
     notes += [f"{arm}: seed {seed} has no finite score; its pairs count up to there" for arm, seed in diverged]
     return notes
+
+
+def _describe_intervals(arms: int) -> str:
+    return (
+        "Intervals allow for a look after every pair (O'Brien and Fleming's boundary for Student's t) and for "
+        f"{arms} arm{'s' * (arms > 1)} (Bonferroni). Helps and hurts: Holm over the arms, at most {LEVEL:.0%} false "
+        "verdicts among arms without an effect. p: the smallest level at which a look so far decides."
+    )
 
 
 # Tuning
@@ -365,8 +380,8 @@ def format_plan(verdict: Verdict) -> str:
         rows.append(f"{name:7} {len(trials)} runs, {done} done")
         seconds = [s for arm in verdict.arms for s in _measure_seconds(stage, arm).values()]
         if seconds and done < len(trials):
-            hours = (len(trials) - done) * statistics.fmean(seconds)
-            rows[-1] += f"; the rest takes at most {format_duration(hours)} of one device"
+            left = (len(trials) - done) * statistics.fmean(seconds)
+            rows[-1] += f"; the rest takes at most {format_duration(left)}, one run after the other"
     return "\n".join([f"folder  {verdict.folder}", *rows, *lines])
 
 
@@ -429,7 +444,7 @@ def _measure_hours(pairs: Sequence[tuple[Row, Row]]) -> float:
 
 
 def _tabulate_plan(effect: float, rows: list[list[str]]) -> Table:
-    header = ["arm", "deviation of a pair", f"pairs for {effect:g}", "hours of one device"]
+    header = ["arm", "deviation of a pair", f"pairs for {effect:g}", "hours"]
     return Table(f"Pairs for an effect of {effect:g}", header, rows)
 
 
@@ -438,7 +453,7 @@ def _describe_plan(base: str, effect: float, column: str) -> str:
     return (
         f"Pairs with {base} that find a difference of {effect:g} nats with probability {POWER:g} at level {LEVEL:g}, "
         f"with a look after every pair, for one arm. The noise is that of the {loss}. Deviations "
-        "have 95 % intervals. Hours: the median duration of both runs, on their machines."
+        "have 95 % intervals. Hours: the median duration of both runs, one after the other, times the pairs."
     )
 
 

@@ -31,7 +31,7 @@ class Resources:
     qos: Optional[str] = None
     gres: Optional[str] = None  # such as gpu:h100:8
     cpus_per_task: Optional[int] = option(None, min=1)  # a task is one device
-    signal_seconds: int = option(120, min=1)  # between the warning and the time limit, to save a checkpoint
+    signal_seconds: int = option(180, min=30)  # from the warning to the time limit: to save, then to requeue the job
 
     def find_errors(self) -> Errors:
         """Check the time limit."""

@@ -288,7 +288,10 @@ class Worker:
         self._signal = self._signal or signal.SIGTERM
         for trial in self._running:
             self._send_stop(trial)
-        deadline = time.monotonic() + GRACE_SECONDS
+        grace = GRACE_SECONDS
+        if self._is_job:  # the rest is for requeuing the job
+            grace = min(grace, self._sweep.config.resources.signal_seconds * 2 // 3)
+        deadline = time.monotonic() + grace
         while self._running:
             if time.monotonic() > deadline:
                 for process, _ in self._running.values():

@@ -77,10 +77,10 @@ class Show(Verb):
 class Copy(Verb):
     """Copy what reports read of finished runs: small enough to commit, without checkpoints and event files.
 
-    Copies the config, the results, test scores, the environment, the last hash of the data, and the losses of chunks,
-    without the name of the host and the paths of checkpoints. Reports read the copies like the runs, except `report
-    dynamics`, `report benchmarks`, `report actions` and `report states`, which need more files. Runs that are named
-    after the folder above, such as runs/quickstart/ID, are copied with it.
+    Copies the config, the results, test scores, interventions, the environment, the last hash of the data, and the
+    losses of chunks, without the name of the host and the paths of checkpoints. Reports read the copies like the runs,
+    except `report dynamics`, `report benchmarks`, `report actions` and `report states`, which need more files. Runs
+    that are named after the folder above, such as runs/quickstart/ID, are copied with it.
     """
 
     examples = ("runs copy runs/ablation_small --to docs/results/ablation_small",)
