@@ -12,7 +12,7 @@ import stat
 import sys
 import typing
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -209,9 +209,10 @@ def read_json_lines(
                 raise RunError(f"{path}: line {number} is damaged; delete the line")
 
 
-def write_json_lines(path: Path, objects: list[dict[str, Any]]) -> None:
-    """Write a JSON Lines file atomically."""
-    write_atomically(path, "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in objects))
+def write_json_lines(path: Path, objects: Iterable[dict[str, Any]]) -> None:
+    """Write a JSON Lines file atomically. `objects` may be read from the file that it replaces."""
+    with open_atomically(path) as file:
+        file.writelines(json.dumps(value, ensure_ascii=False) + "\n" for value in objects)
 
 
 def append_json_line(path: Path, value: dict[str, Any]) -> None:

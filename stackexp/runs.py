@@ -167,7 +167,7 @@ class RunFolder:
         for path in self.list_checkpoints():
             if int(path.name) > step:
                 remove_checkpoint(path)
-        write_json_lines(self.metrics, [line for line in self.read_metrics() if line["step"] <= step])
+        write_json_lines(self.metrics, (line for line in self.read_metrics() if line["step"] <= step))
 
     @property
     def is_marked(self) -> bool:
@@ -232,8 +232,10 @@ class RunFolder:
                 raise FolderBusyError(f"{self.path}: another process changed the checkpoints; rerun the command")
             for partial in self.checkpoints.glob(".[0-9]*"):
                 shutil.rmtree(partial, ignore_errors=True)
-            if step and self.config.exists() and self.config.read_text(encoding="utf-8") != to_yaml(config):
-                os.replace(self.config, self.path / f"config.step-{step}.yaml")
+            earlier = self.path / f"config.step-{step}.yaml"  # of the steps up to this one
+            is_changed = self.config.exists() and self.config.read_text(encoding="utf-8") != to_yaml(config)
+            if step and is_changed and not earlier.exists():
+                os.replace(self.config, earlier)
             write_atomically(self.config, to_yaml(config))
             session = describe_environment() | ({"origin": origin} if origin else {})
             if plugins := hash_plugins(config.plugins):
@@ -347,11 +349,16 @@ def hash_plugins(plugins: Sequence[str]) -> dict[str, str]:
 
 
 def read_commit() -> str | None:
-    """Return the commit of this code, followed by "+changes" if files differ; None outside a git checkout."""
-    options = ["--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]  # without tags
-    command = ["git", "-C", str(Path(__file__).parent), "describe", *options]
+    """Return the commit of this code, followed by "+changes" if files differ; None unless git tracks it.
+
+    An installed package may be inside the checkout of another project.
+    """
+    git = ["git", "-C", str(Path(__file__).parent)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]  # without tags
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], **options)
+        return subprocess.run([*git, *describe], **options).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -29,6 +29,13 @@ def test_scores_of_every_nth_length_are_not_biased(stride):
         assert abs(compute_scores(data, strided)[key] - score) < abs(plain - score) / 2
 
 
+@pytest.mark.parametrize("stride", [250, 1000])
+def test_the_longest_length_is_always_tested(stride):
+    data = FormalLanguageConfig(max_length=40, eval_max_length=500, eval_length_stride=stride)
+    falling = {n: 1 - n / 500 for n in data.tested_lengths}
+    assert compute_scores(data, falling)["score_41_500"] == pytest.approx(1 - (41 + 500) / 2 / 500)
+
+
 def test_length_ranges_come_from_the_config():
     ranges = {(40, 100): [(41, 100)], (40, 60): [(41, 60)], (100, 200): [(101, 200)]}
     for (trained, tested), expected in ranges.items():

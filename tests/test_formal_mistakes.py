@@ -17,7 +17,6 @@ MISTAKES = {
     "data.eval_max_length=40": "data.eval_max_length: must be larger than max_length 40",
     "data.output_vocab_size=5": "data.output_vocab_size: data.task reverse_string has 2, found 5; remove this option",
     "data.vocab_size=2": "data.vocab_size: data.task reverse_string has 3, found 2; remove this option",
-    "data.eval_length_stride=460": "data.eval_length_stride: tests no length in the upper half of 41 to 500",
     "data.curriculum_steps=5 data.curriculum_start=50": "data.curriculum_start: .*max_length 40",
     "model.output_vocab_size=3": "reverse_string has 2 output symbols, the model 3; set model.output_vocab_size=",
     "model.memory.axis=token_major model.causal=false": "model.memory.axis: token_major requires model.causal: true",

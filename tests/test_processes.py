@@ -13,7 +13,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import ConfigError, RunError
-from stackexp.training.processes import Processes, _connect, _exit_with_children
+from stackexp.training.processes import Processes, _connect, _exit_with_children, _find_environment
 
 ERRORS = (ConfigError("a"), RunError("b"), FileNotFoundError("c"))
 
@@ -42,6 +42,15 @@ def test_errors_of_rank_0_are_raised_on_every_rank(tmp_path):
         *("0 a False", "0 b False", "0 c False"),
         *("1 a True", "1 b True", "1 c True"),
     ]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_torchrun_must_start_as_many_processes_as_the_config_says(monkeypatch, count):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", str(count))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(RunError, match=rf"torchrun started {count} processes, but trainer.devices .* = 2; make them"):
+        _find_environment(TrainerConfig(devices=2))
 
 
 def wait_for_child(*_: object) -> int:

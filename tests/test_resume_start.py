@@ -192,6 +192,10 @@ def test_replaced_configs_are_kept(trained, unfinished):
     with unfinished.start_session(longer, 12, unfinished.newest_checkpoint()):
         assert (unfinished.path / "config.step-12.yaml").read_text() == before
         assert "max_steps: 20" in unfinished.config.read_text()
+    longest = compose([str(trained / "config.yaml")], ["trainer.max_steps=30"])
+    with unfinished.start_session(longest, 12, unfinished.newest_checkpoint()):
+        assert (unfinished.path / "config.step-12.yaml").read_text() == before, "it trained the steps up to 12"
+        assert "max_steps: 30" in unfinished.config.read_text()
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])

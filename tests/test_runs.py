@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import threading
 from datetime import datetime
 from types import SimpleNamespace
@@ -232,3 +233,19 @@ def test_the_environment_needs_no_installed_stackexp(monkeypatch):
 
     monkeypatch.setattr("importlib.metadata.version", find_version)
     assert runs.describe_environment()["versions"]["stackexp"] == __version__
+
+
+def test_the_commit_is_that_of_this_code(tmp_path, monkeypatch):
+    """Not that of a project whose checkout contains an installed package."""
+    package = tmp_path / "project/.venv/stackexp"
+    package.mkdir(parents=True)
+    (package / "runs.py").touch()
+    git = ["git", "-C", str(package), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    monkeypatch.setattr(runs, "__file__", str(package / "runs.py"))
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "a"]):
+        assert runs.read_commit() is None
+        subprocess.run([*git[:2], str(tmp_path / "project"), *git[3:], *command], check=True)
+    assert runs.read_commit() is None
+    for command in (["add", "runs.py"], ["commit", "-q", "-m", "b"]):
+        subprocess.run([*git, *command], check=True)
+    assert len(runs.read_commit()) == 40

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from stackexp.cli import main
 from stackexp.data.shards import TokenSet
+from stackexp.data.sources import UnreadableSourceError
 from stackexp.data.token_files import Chunks, TokenFile, get_record_path, write_token_file
 from stackexp.data.tokenizer import KnownTokenizer, compute_fingerprint, load_tokenizer, train_tokenizer
 from stackexp.errors import RunError
@@ -342,6 +343,14 @@ def test_other_readers_of_token_files_read_megatron(tokenizer, ids, tmp_path, ca
     (folder / index).rename(folder / "elsewhere")
     with pytest.raises(RunError, match="other"):
         prepare_set(folder, tmp_path / "set", tokenizer=tokenizer)
+
+
+def test_a_source_that_disappears_is_a_read_error(tokenizer, tmp_path):
+    np.full(100, 7, "<u2").tofile(tmp_path / "a.npy")
+    file = TokenFile(tmp_path / "a.npy")
+    (tmp_path / "a.npy").unlink()
+    with pytest.raises(UnreadableSourceError, match=r"a\.npy: cannot be read \(No such file or directory\)"):
+        list(file.read_blocks(300))
 
 
 def test_megatron_documents_without_end_of_text_are_not_scored(tokenizer, ids, tmp_path):

@@ -16,7 +16,6 @@ from stack_memories import DISCIPLINES, PROJECTIONS, READS, decoder_config
 
 from stackexp.cli import main
 from stackexp.config import registry
-from stackexp.config.affects import changes_scores, flatten_config
 from stackexp.config.compose import compose
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.memory import (
@@ -32,7 +31,7 @@ from stackexp.files import compute_sha256, read_json
 from stackexp.models import checkpoints
 from stackexp.models.memories.base import Memory
 from stackexp.models.transformer import Transformer
-from stackexp.models.warm_start import OPTIONS_WITHOUT_SHAPE, init_identity, prepare_warm_start
+from stackexp.models.warm_start import init_identity, prepare_warm_start
 from stackexp.runs import RunFolder
 
 TOKENS = torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -153,28 +152,6 @@ def test_options_that_change_what_the_weights_compute_are_warned_about(config, c
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert ["model.norm_eps=1e-05" in warnings[0], "read_mask=multiply" in warnings[1]] == [True, True]
     assert len(warnings) == 2
-
-
-OTHER_OPTIONS = {
-    *("kind", "hidden_size", "intermediate_size", "num_kv_heads", "num_layers", "output_vocab_size", "qkv_bias"),
-    *("slot_size", "vocab_size", "conv_size", "num_householder", "memory.action_bias", "memory.action_input"),
-    *("memory.dynamic", "memory.empty_slot", "memory.feedback", "memory.feedback_hidden_size", "memory.head_dim"),
-    *("memory.num_heads", "memory.num_streams", "memory.projection", "memory.rank"),  # up to here: change tensors
-    *("embedding_std", "init", "init_std", "memory.init_std"),  # only of other initial weights
-    *("memory.action_noise", "memory.action_noise_warmup_steps", "memory.entropy_weight"),  # only in training
-    *("memory.checkpoint_every_layers", "memory.state_dtype", "residual_dtype"),  # rounding
-    *("eval_num_slots", "memory.eval_num_slots"),  # chosen for each evaluation
-}
-
-
-def test_every_architecture_option_is_warned_about_or_changes_the_tensors():
-    configs = [["quickstart"], *(["formal/" + name] for name in ("lstm", "stack_rnn", "delta_product"))]
-    memories = [path.stem for path in Path("configs/model/memory").glob("*.yaml")]
-    choices = [compose(names, []) for names in configs]
-    choices += [compose(["quickstart"], [f"model.memory={name}"]) for name in memories]
-    options = [flatten_config(config) for config in choices]
-    found = {key for flat in options for key in flat if key.startswith("model.") and changes_scores(flat, key)}
-    assert {key.removeprefix("model.") for key in found} - set(OPTIONS_WITHOUT_SHAPE) == OTHER_OPTIONS
 
 
 def test_loaded_weights_are_those_of_the_source(config, trained):

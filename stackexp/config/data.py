@@ -287,7 +287,7 @@ class FormalLanguageConfig:
     eval_max_length: int = task_length("eval_max_length", 500, affects="evaluation")
     """Longest test string."""
     eval_length_stride: int = option(1, min=1, affects="evaluation")
-    """Test every N-th length, starting at max_length + 1."""
+    """Test every N-th length, starting at max_length + 1, and the longest."""
     eval_sequences: int = option(512, min=1, affects="evaluation")
     """Test strings of each length."""
     eval_batch_size: int = option(128, min=1, affects="execution")
@@ -312,9 +312,6 @@ class FormalLanguageConfig:
         for name in ("validation_max_length", "eval_max_length"):
             if getattr(self, name) <= self.max_length:
                 yield name, f"must be larger than max_length {self.max_length}, to include longer strings"
-        first, last = self.max_length + 1, self.eval_max_length
-        if first <= last and max(self.tested_lengths) < first + (last - first) // 2:
-            yield "eval_length_stride", f"tests no length in the upper half of {first} to {last}; use a smaller one"
 
     def find_experiment_errors(self, config: ExperimentConfig, is_training: bool) -> Errors:
         """Yield the errors that involve other sections; keys are full keys."""
@@ -325,9 +322,9 @@ class FormalLanguageConfig:
 
     @property
     def tested_lengths(self) -> list[int]:
-        """Return the string lengths of the test."""
-        first = self.max_length + 1
-        return [n for n in range(1, self.eval_max_length + 1) if (n - first) % self.eval_length_stride == 0]
+        """Return the string lengths of the test: every `eval_length_stride`-th one, and the longest."""
+        first, last = self.max_length + 1, self.eval_max_length
+        return [n for n in range(1, last + 1) if (n - first) % self.eval_length_stride == 0 or n == last]
 
     @property
     def context_length(self) -> int:

@@ -35,6 +35,7 @@ class BestFitPacker:
         self._documents: list[np.ndarray] = []
         self._size = self._position = 0  # tokens in `_documents`, and in all documents so far
         self._pieces: deque[tuple[np.ndarray, bool]] = deque()  # not written yet; True: a whole document
+        self._left = 0  # tokens in `_pieces`
         self.cut = self.cut_by_concatenation = 0
 
     def write(self, tokens: np.ndarray) -> None:
@@ -64,7 +65,9 @@ class BestFitPacker:
     def _pack(self) -> None:
         """Write the documents of the window; fewer than `length` tokens stay in `_pieces`."""
         short = [piece for piece, is_whole in self._pieces if is_whole]
-        self._pieces = deque(piece for piece in self._pieces if not piece[1])
+        cut = [piece for piece, is_whole in self._pieces if not is_whole]
+        self._pieces, self._left = deque(), 0
+        self._add_pieces(cut, False)
         for document in self._documents:
             whole = len(document) - len(document) % self._length if len(document) > self._length else 0
             for sequence in document[:whole].reshape(-1, self._length):
@@ -72,28 +75,30 @@ class BestFitPacker:
             if whole == 0:
                 short.append(document)
             elif whole < len(document):
-                self._pieces.append((document[whole:], False))
+                self._add_pieces([document[whole:]], False)
             self.cut += whole > 0
         self._documents, self._size = [], 0
         groups = deque(fit_best(short, self._length))
         while groups:
             group = groups.popleft()
             space = self._length - sum(map(len, group))
-            while groups and self._count_pieces() < space:
-                self._pieces += [(document, True) for document in groups.pop()]
-            if self._count_pieces() < space:
-                self._pieces += [(document, True) for document in group]
+            while groups and self._left < space:
+                self._add_pieces(groups.pop(), True)
+            if self._left < space:
+                self._add_pieces(group, True)
             else:
                 self._write_sequence(np.concatenate([*group, *self._take(space)]))
-        while self._count_pieces() >= self._length:
+        while self._left >= self._length:
             self._write_sequence(np.concatenate(self._take(self._length)))
 
-    def _count_pieces(self) -> int:
-        return sum(len(piece) for piece, _ in self._pieces)
+    def _add_pieces(self, pieces: list[np.ndarray], is_whole: bool) -> None:
+        self._pieces += [(piece, is_whole) for piece in pieces]
+        self._left += sum(map(len, pieces))
 
     def _take(self, count: int) -> list[np.ndarray]:
         """Remove and return the first `count` tokens of the pieces."""
         taken = []
+        self._left -= count
         while count:
             piece, is_whole = self._pieces.popleft()
             if len(piece) > count:

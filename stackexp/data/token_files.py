@@ -21,7 +21,7 @@ import numpy as np
 
 from stackexp.data.olmo import END_OF_TEXT, TWO_SPACES
 from stackexp.data.shards import choose_token_dtype
-from stackexp.data.sources import find_megatron_index
+from stackexp.data.sources import UnreadableSourceError, find_megatron_index
 from stackexp.errors import RunError
 from stackexp.files import build_record, compute_sha256, read_json, sync_file, write_json
 
@@ -163,17 +163,21 @@ class TokenFile:
         Raises RunError for an id outside the vocabulary, and at the end if the file differs from its record.
         """
         digest, position = hashlib.sha256(), 0
-        with open(self.path, "rb") as file:  # not the memory map: its pages would count as this process's memory
-            digest.update(file.read(self.tokens.offset))
-            while len(ids := np.fromfile(file, self.tokens.dtype, BLOCK_TOKENS)):
-                if self.record:
-                    digest.update(ids.data)
-                if not 0 <= ids.min() <= ids.max() < vocab_size:
-                    first = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-                    found = f"token id {ids[first]:,} at position {position + first:,}"
-                    raise RunError(f"{self.name}: {found} is outside the vocabulary of {vocab_size:,}; {advice}")
-                begin, position = position, position + len(ids)
-                yield ids if end is None else self._end_documents(ids, begin, end)
+        try:
+            with open(self.path, "rb") as file:  # not the memory map: its pages would count as this process's memory
+                digest.update(file.read(self.tokens.offset))
+                while len(ids := np.fromfile(file, self.tokens.dtype, BLOCK_TOKENS)):
+                    if self.record:
+                        digest.update(ids.data)
+                    if not 0 <= ids.min() <= ids.max() < vocab_size:
+                        first = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+                        found = f"token id {ids[first]:,} at position {position + first:,}"
+                        raise RunError(f"{self.name}: {found} is outside the vocabulary of {vocab_size:,}; {advice}")
+                    begin, position = position, position + len(ids)
+                    yield ids if end is None else self._end_documents(ids, begin, end)
+        except OSError as error:
+            reason = f"cannot be read ({error.strerror}); fix that or remove the file"
+            raise UnreadableSourceError(f"{self.name}: {reason}") from error
         if self.record and self.record.sha256 != digest.hexdigest():
             raise RunError(f"{self.name}: differs from its record (another SHA-256); {REMEDY}")
 

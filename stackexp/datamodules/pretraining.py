@@ -98,7 +98,7 @@ class PretrainingData(ExperimentData):
     def setup(self, stage: str) -> None:
         """Open and check the sets that a stage ("fit", "validate", "test") reads. Raises RunError."""
         eval_stage = "validate" if stage == "fit" else stage
-        if stage == "fit":
+        if stage == "fit" and self.train_set is None:  # Lightning calls this again
             seed = self.seed if self.config.shuffle_seed is None else self.config.shuffle_seed
             self.train_set = TrainingSet(self.config, self.data_paths().train, seed)
         if not (self.list_set_paths(eval_stage) or self.skipped_sets or self.train_set):

@@ -48,9 +48,9 @@ def evaluate(request: EvaluationRequest) -> None:
             raise type(error)(f"{error}; rerun the command to score the remaining sets") from None
         if processes.is_first:
             with contextlib.redirect_stdout(sys.stderr) if request.as_json else contextlib.nullcontext():
-                objective.report(request, checkpoint, evaluation.sets)
-            if request.as_json and request.output:
-                print(request.output.read_text())
+                written = objective.report(request, checkpoint, evaluation.sets)
+            if request.as_json and written:
+                print(written.read_text())
             evaluation.delete_partial_results()
 
 

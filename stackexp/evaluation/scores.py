@@ -71,7 +71,7 @@ def read_chunk_losses(run: Path, name: str, loss: float) -> np.ndarray | None:
 
     Raises RunError for a damaged file.
     """
-    paths = (folder / f"{name}.npy" for folder in sorted(run.glob("validate*.chunks")))
+    paths = (folder / f"{name}.npy" for folder in sorted(run.glob("*.chunks")))
     for path in filter(Path.is_file, paths):
         try:
             sums = np.load(path, allow_pickle=False)

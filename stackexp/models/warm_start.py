@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from stackexp.config import registry
-from stackexp.config.affects import flatten_config
+from stackexp.config.affects import flatten_config, get_effect
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.yaml_files import flatten
 from stackexp.data.path_checks import check_weights
@@ -25,15 +25,13 @@ from stackexp.models.sharding import full_parameters
 from stackexp.runs import MANIFEST, RunFolder
 
 log = logging.getLogger(__name__)
-OPTIONS_WITHOUT_SHAPE = (
-    *("num_heads", "norm_eps", "positional", "rope_theta", "rope_scaling", "rope_factor", "rope_original_context"),
-    *("rope_low_freq_factor", "rope_high_freq_factor", "causal", "tie_embeddings", "attention_window"),
-    *("attention_log_base", "embedding_scale", "mup_base_size", "memory.axis", "memory.site", "memory.discipline"),
-    *("memory.num_slots", "memory.read", "memory.read_mask", "memory.residual_gate", "memory.push_norm"),
-    *("memory.action_scale", "memory.action_sharpness", "memory.feedback_activation", "memory.update", "memory.kind"),
-    *("num_slots", "allow_negative_eigenvalues"),  # of the recurrent models
+OPTIONS_OF_TRAINING = (
+    *("embedding_std", "init", "init_std", "memory.init_std"),  # of other initial weights
+    *("memory.action_noise", "memory.action_noise_warmup_steps", "memory.entropy_weight"),
+    *("memory.checkpoint_every_layers", "memory.state_dtype", "residual_dtype"),  # rounding
+    *("eval_num_slots", "memory.eval_num_slots"),  # chosen for each evaluation
 )
-"""Model options that change the outputs of given weights but no shape of a tensor; a difference is only logged."""
+"""Model options that do not change the outputs of given weights on strings of training; others are logged."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +151,8 @@ def _list_memory_tensors(model: nn.Module) -> set[str]:
 def warn_about_options(path: Path, config: ExperimentConfig) -> None:
     """Warn about each model option that changes the outputs of the weights and differs from their own config."""
     before, now = flatten(checkpoints.read_config(path)), flatten_config(config)
-    for key in (f"model.{name}" for name in OPTIONS_WITHOUT_SHAPE):
-        if key in before and key in now and before[key] != now[key]:
-            log.warning("%s: trained with %s=%s, but the config has %s", path, key, before[key], now[key])
+    inert = {f"model.{name}" for name in OPTIONS_OF_TRAINING}
+    for key, value in now.items():
+        is_architecture = key.startswith("model.") and key not in inert and get_effect(now, key) == "training"
+        if is_architecture and before.get(key, value) != value:
+            log.warning("%s: trained with %s=%s, but the config has %s", path, key, before[key], value)

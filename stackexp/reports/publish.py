@@ -21,7 +21,7 @@ END = "<!-- end of report -->"
 
 def copy_run(folder: RunFolder, target: Path) -> None:
     """Copy a run into the new folder `target`. Raises RunError for damage, and for links, which may lead anywhere."""
-    chunks = list(folder.path.glob("validate*.chunks"))
+    chunks = list(folder.path.glob("*.chunks"))
     data = folder.path / "data.jsonl"
     paths = [folder.config, folder.result, folder.environment, data, *folder.path.glob("*.json")]
     for path in [*paths, *chunks, *(path for root in chunks for path in root.rglob("*"))]:
@@ -45,7 +45,7 @@ def copy_run(folder: RunFolder, target: Path) -> None:
             write_json(new / name, record | {"checkpoint": Path(record["checkpoint"]).name})
         for path in chunks:
             scores = path.with_suffix(".json")
-            if scores.name in records or not scores.exists():  # not of a checkpoint of another run
+            if scores == folder.result or scores.name in records or not scores.exists():  # not of another run
                 shutil.copytree(path, new / path.name)
         write_json(new / "environment.json", [_anonymize_session(session) for session in folder.read_sessions()])
         write_json_lines(new / "data.jsonl", list(read_json_lines(data, skip_damaged=True))[-1:])

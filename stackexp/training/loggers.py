@@ -227,8 +227,9 @@ def build_layout(objective: str, set_names: Collection[str]) -> Layout:
 
 
 def _ignore_disk_errors(failure: threading.ExceptHookArgs) -> None:
-    """Suppress the traceback of an OSError in the writer's thread, because the main thread raises it again."""
-    if not isinstance(failure.exc_value, OSError):
+    """Suppress the traceback of an OSError in TensorBoard's thread, because the main thread raises it again."""
+    is_writer = type(failure.thread).__module__.startswith("tensorboard.")
+    if not (is_writer and isinstance(failure.exc_value, OSError)):
         threading.__excepthook__(failure)
 
 

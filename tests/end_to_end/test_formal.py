@@ -1,6 +1,7 @@
 """Formal languages from the command line: fit, kill, resume, test, validate, TensorBoard and comparison."""
 
 import contextlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ TINY += ("schedule.warmup_steps=0", "trainer.val_check_interval=20", "trainer.ch
 NOISE = ("model.memory.axis=time", "model.memory.read=top", "model.memory.num_slots=4", "model.memory.action_noise=0.5")
 FIT = ("fit", "--config", "formal/stacktrans", *TINY, *NOISE, "model.memory.eval_num_slots=5", "name=tiny")
 FIT += ("trainer.keep_checkpoints=2", "logging.probe_interval=5")
-TESTED_LENGTHS = [1, 3, 5, 7, 9, 11, 13]
+TESTED_LENGTHS = [1, 3, 5, 7, 9, 11, 13, 14]
 LOSS = "val/loss/average"
 
 
@@ -147,11 +148,12 @@ def test_a_more_thorough_test_replaces_the_previous_one(forks, run):
         ("data.task=odds_first", "data.eval_sequences=2000"),
         ("model.memory.eval_num_slots=40",),
     ):
-        forks.run("test", "--run", run.path, *less_thorough)
+        printed = forks.run("test", "--run", run.path, *less_thorough, "--json")
         assert read_result(run, "test.json") == thorough
+        assert json.loads(printed[printed.index("{") :])["accuracy"] != thorough["accuracy"], "that of this test"
     forks.run("test", "--run", f"{run.path}/../{run.path.name}")  # the same run by another path
     assert read_result(run, "test.json") == thorough
-    assert (run.path / "test-to-11-every-2-of-900.json").exists()
+    assert (run.path / "test-to-12-every-2-of-900.json").exists()
 
     older = run.list_checkpoints()[0]
     forks.run("test", "--run", run.path, "--ckpt_path", older, "data.eval_max_length=10")

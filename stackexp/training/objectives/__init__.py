@@ -68,8 +68,8 @@ class Objective(ABC):
         """Return one line about steps and data for the header of a run."""
 
     @abstractmethod
-    def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
-        """Print the scores of `validate` or `test`, and write them to `request.output`."""
+    def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> Path | None:
+        """Print the scores of `validate` or `test`, write them if there is an output file, and return the file."""
 
     @abstractmethod
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Objective(ABC):
             session.data,
             session.processes,
             checkpoint,
-            output=session.folder.path / f"{self.final_stage}.json",
+            output=session.folder.result,
         )
         evaluation.run(session.trainer, session.module, self.find_scored_sets(session))
         return evaluation

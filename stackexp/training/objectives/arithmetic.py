@@ -32,13 +32,14 @@ class ArithmeticObjective(Objective):
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
         return _format_scores(result["sets"])
 
-    def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
+    def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> Path | None:
         """Print the scores, and write them as JSON."""
         print(f"{checkpoint}\n\n{_format_scores(sets)}")
         if request.output is None:
-            return
+            return None
         write_json(request.output, describe_evaluation(request, checkpoint) | _summarize(sets))
         print(f"\nscores: {request.output}")
+        return request.output
 
 
 def _summarize(sets: Sets) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class FormalLanguageObjective(Objective):
         tested = f"tested checkpoint: step {result['tested_step']:,}"
         return f"{tested}, validation accuracy {result['validation_accuracy']:.3f}\n\n{self._format_accuracy(result)}"
 
-    def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
+    def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> Path | None:
         """Print the accuracy by length and write it as JSON. A test also writes a curve for TensorBoard."""
         record = describe_evaluation(request, checkpoint)
         print(f"{checkpoint}\n")
@@ -112,7 +112,7 @@ class FormalLanguageObjective(Objective):
                 print(f"length {length:4d}  accuracy {value:.4f}")
             print(f"mean         accuracy {record['validation_accuracy']:.4f}  loss {record['validation_loss']:.4f}")
         if request.output is None:
-            return
+            return None
         path = _choose_path(request, request.output, record)
         write_json(path, record)
         is_main_test = request.stage == "test" and request.ckpt_path is None and path == request.output
@@ -120,6 +120,7 @@ class FormalLanguageObjective(Objective):
             with request.open_event_folder() as folder:
                 _write_accuracy(folder, record)
         print(f"\nscores: {path}")
+        return path
 
     def _format_accuracy(self, record: dict[str, Any]) -> str:
         text = format_accuracy(self.config.data, {record["model"]: parse_accuracy(record)})

@@ -134,7 +134,7 @@ class LanguageModelingObjective(Objective):
             lines.append(f"sample:\n{text}")
         return "\n\n".join(lines)
 
-    def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
+    def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> Path | None:
         """Print the scores of the sets; with an output file, also write JSON, Markdown and TensorBoard events."""
         data = self.config.data
         rest = "every token scored" if data.score_remainder else "the incomplete last chunk of a set dropped"
@@ -143,7 +143,7 @@ class LanguageModelingObjective(Objective):
         title = f"{checkpoint}, chunks of {data.context_length:,} tokens, {rest}"
         print(f"{wrap_text(title)}\n\n{format_scores(sets)}")
         if request.output is None:
-            return
+            return None
         manner = {"context_length": data.context_length, "keep_remainder": data.score_remainder}
         record = describe_evaluation(request, checkpoint) | manner | _summarize(sets)
         write_json(request.output, record)
@@ -156,6 +156,7 @@ class LanguageModelingObjective(Objective):
             with request.open_event_folder() as folder:
                 _write_scores(folder, request.stage, prefix, record["step"], sets, skip)
         print(f"\nscores: {request.output}")
+        return request.output
 
 
 def _summarize(sets: Sets) -> dict[str, Any]:
