@@ -315,7 +315,7 @@ def test_a_fit_killed_in_its_final_evaluation_keeps_the_scored_sets(corpus, many
     config["data"] |= {"validation": {"g": str(many_sets)}, "eval_sequences": 1, "eval_batch_size": 1}
     path.write_text(yaml.safe_dump(config))
     forks, command = Forks(tmp_path), ("fit", "--config", path, "--run", run.path)
-    partial = run.path / "validate.partial.jsonl"
+    partial = run.path / "result.partial.jsonl"
     forks.start(*command, function=run_until_four_sets_are_scored).join()
     assert not run.is_finished
     changed = change_losses(partial)

@@ -12,7 +12,6 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from stackexp.training.lightning_internals import (
-    build_state,
     has_position,
     keep_signal_handlers,
     rescale_progress,
@@ -81,28 +80,6 @@ def test_checkpoints_count_micro_batches_where_they_are_rescaled(tmp_path):
     rescale_progress(checkpoint, before=2, now=4)
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     assert progress["total"] == dict.fromkeys(("ready", "started", "processed", "completed"), 12)
-
-
-class StatefulCallback(pl.Callback):
-    """Adds its own state to every checkpoint."""
-
-    def state_dict(self):
-        return {"saves": 1}
-
-
-def test_the_state_is_that_of_a_checkpoint_without_callbacks(tmp_path):
-    options = {"max_steps": 3, "limit_val_batches": 0, "default_root_dir": tmp_path}
-    trainer = make_trainer(**options, callbacks=[StatefulCallback()])
-    trainer.fit(BoringModel())
-    state = build_state(trainer)
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
-    checkpoint = torch.load(tmp_path / "x.ckpt", weights_only=True)
-    assert checkpoint["callbacks"]
-    assert "callbacks" not in state
-    for part in ("epoch", "global_step", "loops", "lr_schedulers"):
-        assert state[part] == checkpoint[part]
-    assert [scheduler["last_epoch"] for scheduler in state["lr_schedulers"]] == [0]
-    assert state["state_dict"].keys() == checkpoint["state_dict"].keys()
 
 
 class StatefulLoader(torch.utils.data.DataLoader):

@@ -69,11 +69,12 @@ def test_copies_have_tests_but_no_validations_of_other_runs(runs):
     other = record | {"checkpoint": "runs/queue-seed=0-0123abc2/checkpoints/00000010"}
     (run / "validate-other.json").write_text(json.dumps(other))
     (run / "interventions.json").write_text("{}")
+    write_chunk_losses(run / "result.json", "held-out", np.ones((2, 2)))
     write_chunk_losses(run / "validate-other.json", "held-out", np.ones((2, 2)))
     assert main(["runs", "copy", str(run), "--to", "copies"]) == 0
     names = {path.name for path in Path("copies", run.name).iterdir()}
     tests = {"test.json", "test-to-500-every-9-of-512.json"}
-    assert {*tests, "validate.json", "validate.chunks", "interventions.json"} <= names
+    assert {*tests, "validate.json", "validate.chunks", "result.chunks", "interventions.json"} <= names
     assert not [name for name in names if "other" in name]
 
 

@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from records import record
@@ -254,19 +255,10 @@ def test_an_option_that_is_newer_than_the_checkpoint_must_have_its_default(tmp_p
     [
         (["global_step"], "12", "state.pt has no step or no config"),
         (["stackexp", "config"], None, "state.pt has no step or no config"),
-        (["stackexp", "config", "model", "norm_eps"], torch.zeros(3), "state.pt: config: Object of type Tensor"),
-        (["loops"], None, "state.pt: loops is None"),
-        (["loops", "fit_loop", "epoch_loop.batch_progress", "total", "ready"], "24", "total: ready is '24'"),
         (["loops", "fit_loop", "state_dict"], {}, "lacks its position in the training data"),
-        (["lr_schedulers"], [], "state.pt: lr_schedulers has 0 values instead of 1"),
-        (["data_record", "hash"], 5, "state.pt: data_record: hash is 5"),
-        (["callbacks"], 5, "state.pt: callbacks is 5"),
-        (["losses"], ["a"], "state.pt: losses: 0 is 'a'"),
-        (["stackexp", "torch_rng"], torch.zeros(3), "torch_rng is of another type or shape"),
-        (["stackexp", "python_rng"], (3, (), None), "python_rng: 1 has 0 values instead of 625"),
     ],
 )
-def test_wrong_types_in_a_state_are_reported_in_one_line(unfinished, capsys, keys, value, reason):
+def test_an_incomplete_state_is_reported_in_one_line(unfinished, capsys, keys, value, reason):
     """The manifest has valid hashes, as after a faulty conversion or an attack."""
     path = unfinished.checkpoints / "00000012"
     tokenizer, state = read_manifest(path)["tokenizer"], torch.load(path / "state.pt", weights_only=True)
@@ -283,3 +275,13 @@ def test_wrong_types_in_a_state_are_reported_in_one_line(unfinished, capsys, key
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: {path}: damaged (")
     assert reason in line
+
+
+def test_another_version_of_lightning_is_named(unfinished, capsys):
+    path = unfinished.checkpoints / "00000012"
+    tokenizer, state = read_manifest(path)["tokenizer"], torch.load(path / "state.pt", weights_only=True)
+    torch.save(state | {"pytorch-lightning_version": "2.0.1"}, path / "state.pt")
+    (path / "validation.json").unlink()
+    write_manifest(path, 12, tokenizer)
+    assert main(["fit", "--run", str(unfinished.path)]) == 0
+    assert f"saved with Lightning 2.0.1, not {pl.__version__}; if this fails, install 2.0.1" in capsys.readouterr().err

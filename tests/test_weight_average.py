@@ -129,10 +129,10 @@ def test_saved_sets_are_those_of_the_final_weights(tiny, tmp_path, monkeypatch):
     run = only_run(tmp_path / "runs")
     result = run.read_result().to_dict()
     for name, scores in result["sets"].items():
-        nats, counts = np.load(run.path / "validate.chunks" / f"{name}.npy")
+        nats, counts = np.load(run.path / "result.chunks" / f"{name}.npy")
         assert nats.sum() / counts.sum() == pytest.approx(scores["loss"], abs=1e-9)
         assert scores["loss"] != result["ema"]["sets"][name]["loss"]
-    saved = read_json_lines(run.path / "validate.partial.jsonl")
+    saved = read_json_lines(run.path / "result.partial.jsonl")
     assert [(line["set"], line["figures"]) for line in saved] == list(result["sets"].items())
 
 

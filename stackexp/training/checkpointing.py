@@ -36,8 +36,7 @@ from stackexp.models.checkpoints import VERSION, CheckpointWriter
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, damaged_error, format_checkpoint_name, remove_checkpoint, write_validation
 from stackexp.training.callbacks.steps import StepCallback
-from stackexp.training.checkpoint_types import check_structure
-from stackexp.training.lightning_internals import build_state, has_position, rescale_progress
+from stackexp.training.lightning_internals import has_position, rescale_progress
 from stackexp.training.signals import StopRequest
 from stackexp.training.watchdog import note_progress
 
@@ -78,9 +77,11 @@ class _DistributedCheckpoints:
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
-        state, trainer = checkpoints.load_state(path), self.lightning_module.trainer
-        check_structure(path, state, build_state(trainer))
-        state["pytorch-lightning_version"] = pl.__version__  # Lightning would migrate the state of another version
+        state = checkpoints.load_state(path)
+        theirs, ours = state["pytorch-lightning_version"], pl.__version__
+        if theirs != ours:
+            log.warning("%s: saved with Lightning %s, not %s; if this fails, install %s", path, theirs, ours, theirs)
+        state["pytorch-lightning_version"] = ours  # Lightning would migrate the state of another version
         tensors = self._collect_tensors()
         checkpoints.load_tensors(tensors, path)
         set_model_state_dict(self.lightning_module.model, tensors["model"])

@@ -37,15 +37,6 @@ def set_max_steps(trainer: pl.Trainer, steps: int) -> None:
     trainer.fit_loop.epoch_loop.max_steps = steps
 
 
-def build_state(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the state that a checkpoint would have now, without that of callbacks.
-
-    Lightning restores a state without checking its types, and has no public method that returns one.
-    """
-    schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-    return trainer._checkpoint_connector.dump_checkpoint(weights_only=True) | {"lr_schedulers": schedulers}
-
-
 def has_position(checkpoint: dict[str, Any]) -> bool:
     """Return True if a checkpoint holds the position of the training loader; `StepBatches` needs none."""
     states = checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader")

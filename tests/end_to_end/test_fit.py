@@ -132,7 +132,7 @@ def test_every_verb_works_on_a_finished_run(fitted, tmp_path):
     run, forks = fitted[0], Forks(tmp_path)
     result = json.loads(run.result.read_text())
     for name, scores in result["sets"].items():
-        nats, counts = np.load(run.path / "validate.chunks" / f"{name}.npy")
+        nats, counts = np.load(run.path / "result.chunks" / f"{name}.npy")
         assert len(nats) == scores["instances"]
         assert math.fsum(nats) / math.fsum(counts) == scores["loss"]
     validated = forks.run("validate", "--run", run.path)

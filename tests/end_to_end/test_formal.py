@@ -101,7 +101,7 @@ def test_the_result_has_the_accuracy_at_every_test_length(run, printed):
     assert result["validation_accuracy"] == pytest.approx(mean)
     warnings = [line.partition(":")[0] for line in printed.splitlines() if "slots" in line]
     assert warnings == ["model.memory.num_slots", "model.memory.eval_num_slots"]
-    assert not (run.path / "test.partial.jsonl").exists()
+    assert not (run.path / "result.partial.jsonl").exists()
     assert read_curve(run) == pytest.approx(accuracy)
 
 
@@ -187,7 +187,7 @@ def test_a_run_killed_in_its_test_resumes_with_the_remaining_lengths(forks, fold
 
     def count_scored() -> int:
         with contextlib.suppress(FileNotFoundError):  # deleted at the end of the test
-            return sum(len(path.read_text().splitlines()) for path in folder.glob("tested/tiny/*/test.partial.jsonl"))
+            return sum(len(path.read_text().splitlines()) for path in folder.glob("tested/tiny/*/result.partial.jsonl"))
         return 0
 
     forks.start(*command).kill_when(lambda: count_scored() >= 3)
