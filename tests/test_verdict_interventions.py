@@ -18,7 +18,7 @@ from stackexp.evaluation.loading import load_run
 from stackexp.inspection.inspect import open_set
 from stackexp.inspection.interventions import measure_interventions
 from stackexp.inspection.pairs import measure_pairs
-from stackexp.reports.interventions import build_interventions, describe_changes, write_changes
+from stackexp.reports.interventions import build_interventions, get_identity, write_changes
 from stackexp.runs import RunFolder
 from stackexp.sweeps.verdict import load_verdict
 from stackexp.tasks import TASKS
@@ -51,21 +51,26 @@ def test_interventions_are_measured_once(trained, tmp_path):
 
     before = [(file.stat().st_mtime_ns, file.read_text()) for file in files]
     files[0].write_text(before[0][1].replace("0.", "1."))
-    table, notes = build_interventions(verdict)
+    pairs = verdict.build_pairs(verdict.read_plan())
+    table, notes = build_interventions(verdict, pairs)
     assert table.rows[1] == ["stack", "dropped read", f"{changes['dropped read']:+.4f}", table.rows[1][3], "2"]
     assert "damaged" in notes[0]
     assert "stack: 2 runs without interventions" in notes[1]
     measure_pairs(verdict)
     assert files[0].read_text() == before[0][1]
     assert [file.stat().st_mtime_ns for file in files[1:]] == [time for time, _ in before[1:]]
-    assert build_interventions(verdict)[0].rows[1][-1] == "3"
+    assert build_interventions(verdict, pairs)[0].rows[1][-1] == "3"
     for file, run in zip(files, folders, strict=False):
-        identity = describe_changes(verdict, RunFolder(run))
+        identity = get_identity(verdict, RunFolder(run))
         write_changes(RunFolder(run), identity, changes | {"dropped read": math.inf})
         if file is files[1]:
-            assert build_interventions(verdict)[0].rows[1][-1] == "1", "a change that is not finite does not count"
-    assert build_interventions(verdict)[0].rows[1][-1] == "0"
-    assert build_interventions(replace(verdict, config=replace(verdict.config, interventions_chunks=4)))[0] is None
+            assert build_interventions(verdict, pairs)[0].rows[1][-1] == "1", (
+                "a change that is not finite does not count"
+            )
+    assert build_interventions(verdict, pairs)[0].rows[1][-1] == "0"
+    assert (
+        build_interventions(replace(verdict, config=replace(verdict.config, interventions_chunks=4)), pairs)[0] is None
+    )
 
 
 def test_interventions_on_formal_languages_use_all_validation_strings(tmp_path, monkeypatch):
@@ -83,7 +88,7 @@ def test_interventions_on_formal_languages_use_all_validation_strings(tmp_path, 
         if arm == "stack":
             shutil.copytree(trained, trial.folder.path)
     measure_pairs(verdict)
-    table, _ = build_interventions(verdict)
+    table, _ = build_interventions(verdict, verdict.build_pairs(verdict.read_plan()))
     assert "mean over seeds, on all validation strings" in table.title
 
     run, losses = load_run(trained, "last"), []

@@ -6,7 +6,7 @@ from stackexp.evaluation.loading import load_run
 from stackexp.files import hold_lock
 from stackexp.inspection.inspect import load_batches, open_run_data
 from stackexp.inspection.interventions import measure_summary
-from stackexp.reports.interventions import Changes, describe_changes, list_unmeasured, write_changes
+from stackexp.reports.interventions import Changes, get_identity, list_unmeasured, write_changes
 from stackexp.runs import RunFolder
 from stackexp.sweeps.verdict import Verdict
 
@@ -21,12 +21,12 @@ def measure_pairs(verdict: Verdict) -> None:
         if missing:
             print(f"measuring interventions on {len(missing)} runs", flush=True)
         for folder in missing:
-            write_changes(folder, describe_changes(verdict, folder), measure_run(verdict, folder))
+            write_changes(folder, get_identity(verdict, folder), measure_run(verdict, folder))
 
 
 def measure_run(verdict: Verdict, folder: RunFolder) -> Changes:
     """Return the change of the loss under each intervention, as the mean over the validation sets of a run."""
-    identity = describe_changes(verdict, folder)
+    identity = get_identity(verdict, folder)
     run = load_run(folder.path, identity["weights"])
     data = open_run_data(run, None)
     data.eval_limit = identity["chunks"]

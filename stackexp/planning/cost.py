@@ -162,7 +162,7 @@ def to_dict(plan: TrainingPlan) -> dict[str, Any]:
         "precision": trainer.precision,
         "mfu": plan.mfu,
         **{name: getattr(plan, name) for name in (*names, "gpu_hours", "checkpoint_bytes", "peak")},
-        "room": plan.usable_bytes,
+        "usable_bytes": plan.usable_bytes,
         "fits": plan.fits,
         "training": vars(plan.training),
         "validation": vars(plan.validation) if plan.validation else None,

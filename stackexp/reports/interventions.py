@@ -13,7 +13,7 @@ from stackexp.reports.arms import compute_difference, count_runs
 from stackexp.reports.report import Table
 from stackexp.runs import RunFolder
 from stackexp.sweeps.trials import Trial
-from stackexp.sweeps.verdict import Verdict
+from stackexp.sweeps.verdict import Stage, Verdict
 from stackexp.tables import ABSENT
 
 FILE = "interventions.json"
@@ -21,11 +21,10 @@ Changes = dict[str, float]
 """Intervention -> change of the loss."""
 
 
-def list_memory_trials(verdict: Verdict) -> dict[str, list[Trial]]:
-    """Return the finished trials of the pairs of each model with a memory; none before the plan is made."""
-    plan = verdict.read_plan()
+def list_memory_trials(pairs: Stage) -> dict[str, list[Trial]]:
+    """Return the finished trials of each model with a memory."""
     trials: dict[str, list[Trial]] = {}
-    for (arm, _, _), trial in verdict.build_pairs(plan).trials.items() if plan else ():
+    for (arm, _, _), trial in pairs.trials.items():
         if _is_measurable(trial.config):
             trials.setdefault(arm, []).extend([trial] if trial.folder.is_finished else [])
     return trials
@@ -36,8 +35,8 @@ def _is_measurable(config: ExperimentConfig) -> bool:
     return getattr(config.data, "validation", None) != {} and getattr(config.model, "memory", None) is not None
 
 
-def describe_changes(verdict: Verdict, folder: RunFolder) -> dict[str, Any]:
-    """Return what is measured on a run: the step, "last" or the averaged weights "ema", and the chunks of each set."""
+def get_identity(verdict: Verdict, folder: RunFolder) -> dict[str, Any]:
+    """Return what identifies a measurement: the step, "last" or the averaged weights "ema", and the chunks of a set."""
     weights = "ema" if verdict.config.score.startswith("ema.") else "last"
     step, chunks = folder.read_result().steps, verdict.config.interventions_chunks
     return {"step": step, "weights": weights, "chunks": chunks}
@@ -60,13 +59,18 @@ def read_changes(folder: RunFolder, identity: dict[str, Any]) -> Changes | None:
 
 
 def list_unmeasured(verdict: Verdict) -> list[RunFolder]:
-    """Return the runs that have the checkpoint of their last step, but no measured changes, or damaged ones."""
-    folders = dict.fromkeys(trial.folder for trials in list_memory_trials(verdict).values() for trial in trials)
+    """Return the runs that have the checkpoint of their last step, but no measured changes, or damaged ones.
+
+    There are none before the plan is made.
+    """
+    plan = verdict.read_plan()
+    arms = list_memory_trials(verdict.build_pairs(plan)) if plan else {}
+    folders = dict.fromkeys(trial.folder for trials in arms.values() for trial in trials)
     return [folder for folder in folders if _is_unmeasured(verdict, folder)]
 
 
 def _is_unmeasured(verdict: Verdict, folder: RunFolder) -> bool:
-    identity, newest = describe_changes(verdict, folder), folder.newest_checkpoint()
+    identity, newest = get_identity(verdict, folder), folder.newest_checkpoint()
     if newest is None or int(newest.name) != identity["step"]:
         return False
     try:
@@ -75,18 +79,18 @@ def _is_unmeasured(verdict: Verdict, folder: RunFolder) -> bool:
         return True
 
 
-def build_interventions(verdict: Verdict) -> tuple[Table | None, list[str]]:
+def build_interventions(verdict: Verdict, pairs: Stage) -> tuple[Table | None, list[str]]:
     """Return a table of the changes, mean over seeds, and notes about runs without them. Nothing is measured."""
     rows: list[list[str]] = []
     notes: list[str] = []
     material = f"{verdict.config.interventions_chunks} chunks of each validation set"
-    for arm, trials in list_memory_trials(verdict).items():
+    for arm, trials in list_memory_trials(pairs).items():
         measured: list[Changes] = []
         for trial in trials:
             if trial.config.data.objective == "transduction":
                 material = "all validation strings"
             try:
-                changes = read_changes(trial.folder, describe_changes(verdict, trial.folder))
+                changes = read_changes(trial.folder, get_identity(verdict, trial.folder))
             except RunError as error:
                 notes.append(str(error))
                 continue

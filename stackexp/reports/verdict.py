@@ -95,7 +95,7 @@ def build_verdict(verdict: Verdict) -> Report:
     if speed := _build_speed(verdict, plan, stage, seconds):
         tables.append(speed)
     if verdict.config.interventions_chunks:
-        interventions, missing = build_interventions(verdict)
+        interventions, missing = build_interventions(verdict, stage)
         tables += [interventions] if interventions else []
         notes += missing
     notes += _describe(plan, judgments, scores)
