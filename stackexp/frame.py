@@ -344,18 +344,22 @@ def read_validations(folder: RunFolder) -> list[dict[str, Any]]:
     """Return the records of `validate` on checkpoints of the run, the newest last. Raises RunError for damage."""
     records = []
     for path in folder.path.glob("validate*.json"):
-        record = read_json(path)
-        try:
-            record = {"overrides": [], "sets": {}, "time": ""} | record
-            check_scores({"sets": record["sets"]})
-            is_valid = all(
-                isinstance(text, str) for text in (record["checkpoint"], record["time"], *record["overrides"])
-            )
-        except (AttributeError, KeyError, TypeError, ValueError):
-            is_valid = False
-        if not is_valid:
-            raise RunError(f"{path}: not a file of `validate`; move it elsewhere")
+        record = read_evaluation(path)
         *parents, step = Path(record["checkpoint"]).parts  # .../RUN/checkpoints/STEP; in a copy of the run, only STEP
         if step.isdecimal() and parents[-2:] in ([], [folder.path.resolve().name, folder.checkpoints.name]):
             records.append(record | {"file": path.name})
     return sorted(records, key=lambda record: (record["time"], record["file"]))
+
+
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """Return a record that `validate` wrote. Raises RunError for damage."""
+    record = read_json(path)
+    try:
+        record = {"overrides": [], "sets": {}, "time": ""} | record
+        check_scores({"sets": record["sets"]})
+        is_valid = all(isinstance(text, str) for text in (record["checkpoint"], record["time"], *record["overrides"]))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        is_valid = False
+    if not is_valid:
+        raise RunError(f"{path}: not a file of `validate`; move it elsewhere")
+    return record

@@ -178,7 +178,7 @@ def test_large_models_have_an_index_and_options_reach_the_card(tmp_path, monkeyp
     assert "| context length | 256 tokens |" in card
 
 
-def test_the_card_has_the_scores_of_its_own_checkpoint(trained, tmp_path):
+def test_the_card_has_the_scores_of_its_own_checkpoint(trained, tmp_path, capsys):
     """Not those of another run's checkpoint, or with options that change them."""
     run = tmp_path / trained.name
     shutil.copytree(trained, run)
@@ -192,6 +192,9 @@ def test_the_card_has_the_scores_of_its_own_checkpoint(trained, tmp_path):
     for scores in json.loads((run / "result.json").read_text())["sets"].values():
         assert f"{scores['loss']:.4f}" in card
     assert yaml.safe_load(card.split("---")[1])["license"] == "a: b"
+    (run / "validate-notes.json").write_text('{"note": 1}')
+    assert main(["checkpoint", "export", "--run", str(run), "--to", str(tmp_path / "other")]) == 1
+    assert "validate-notes.json: not a file of `validate`; move it elsewhere" in capsys.readouterr().err
 
 
 def test_unsupported_options_are_named():

@@ -139,11 +139,16 @@ def write_unit(
     unit.tail = [*rest.tolist(), *writer.close().tolist()]  # one of them is empty
     unit.cut_documents, unit.cut_by_concatenation = packer.cut, packer.cut_by_concatenation
     write_json(folder / RECORD, asdict(unit), indent=0)
+    _sync_files(folder)
+    return unit
+
+
+def _sync_files(folder: Path) -> None:
+    """Wait until the files of a folder are on disk."""
     for path in folder.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     sync_folder(folder)
-    return unit
 
 
 def _count_others(
@@ -355,6 +360,7 @@ def merge_units(
     for unit in units:
         writer.write(np.array(unit.tail, writer.dtype))
     dropped, tokens = len(writer.close()), sum(unit.tokens for unit in units)
+    _sync_files(folder / TAILS)
     sizes = [unit.bytes for unit in units if unit.bytes is not None]
     corpus = Corpus(
         tokenizer=fingerprint,

@@ -114,7 +114,10 @@ class EvaluationRequest:
 
 
 def describe_evaluation(request: EvaluationRequest, checkpoint: Path) -> dict[str, Any]:
-    """Return the first fields of every JSON record of an evaluation: checkpoint, step, overrides and time."""
+    """Return the first fields of every JSON record of an evaluation: checkpoint, step, overrides and time.
+
+    The step is None for a file, and for averaged weights, whose scores are not those of the step.
+    """
     return {
         "checkpoint": str(checkpoint),
         "step": checkpoints.load_state(checkpoint)["global_step"] if checkpoint.is_dir() else None,

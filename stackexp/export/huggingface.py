@@ -26,7 +26,8 @@ from stackexp.data.tokenizer import get_end_of_text_id
 from stackexp.errors import RunError
 from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.evaluation.scores import format_scores
-from stackexp.files import create_folder_atomically, read_json, write_json
+from stackexp.files import create_folder_atomically, write_json
+from stackexp.frame import read_evaluation
 from stackexp.models.checkpoints import EMA, split_path
 from stackexp.models.llama_import import ROPE_KEYS, to_llama_name
 
@@ -266,12 +267,12 @@ def _find_step(loaded: LoadedRun) -> int | None:
 def _format_validation(loaded: LoadedRun) -> str:
     """Return the table of the recorded scores of this checkpoint, or the command that computes them."""
     folder, step, is_average = loaded.folder, _find_step(loaded), loaded.checkpoint.name == EMA
-    records = [read_json(path) for path in sorted(folder.path.glob("validate*.json"))]
+    records = [read_evaluation(path) for path in sorted(folder.path.glob("validate*.json"))]
     parts = (folder.path.resolve().name, *loaded.checkpoint.parts[-3 if is_average else -2 :])
-    records = [r for r in records if Path(r["checkpoint"]).parts[-len(parts) :] == parts and not r.get("overrides")]
+    records = [r for r in records if Path(r["checkpoint"]).parts[-len(parts) :] == parts and not r["overrides"]]
     sets = {name: scores for record in records for name, scores in record["sets"].items()}
-    if folder.is_finished and not is_average and (result := folder.read_result()).steps == step:
-        sets |= result.figures.get("sets", {})
+    if folder.is_finished and (result := folder.read_result()).steps == step:
+        sets |= (result.figures.get(EMA, {}) if is_average else result.figures).get("sets", {})
     if sets:
         return format_scores(sets, style="markdown")
     run, checkpoint = (shlex.quote(str(path)) for path in (folder.path, loaded.checkpoint))
