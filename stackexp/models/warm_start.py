@@ -25,13 +25,13 @@ from stackexp.models.sharding import full_parameters
 from stackexp.runs import MANIFEST, RunFolder
 
 log = logging.getLogger(__name__)
-OPTIONS_OF_TRAINING = (
+INERT_OPTIONS = (
     *("embedding_std", "init", "init_std", "memory.init_std"),  # of other initial weights
     *("memory.action_noise", "memory.action_noise_warmup_steps", "memory.entropy_weight"),
     *("memory.checkpoint_every_layers", "memory.state_dtype", "residual_dtype"),  # rounding
     *("eval_num_slots", "memory.eval_num_slots"),  # chosen for each evaluation
 )
-"""Model options that do not change the outputs of given weights on strings of training; others are logged."""
+"""Model options that leave the outputs of given weights the same, apart from rounding. Others are warned about."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _list_memory_tensors(model: nn.Module) -> set[str]:
 def warn_about_options(path: Path, config: ExperimentConfig) -> None:
     """Warn about each model option that changes the outputs of the weights and differs from their own config."""
     before, now = flatten(checkpoints.read_config(path)), flatten_config(config)
-    inert = {f"model.{name}" for name in OPTIONS_OF_TRAINING}
+    inert = {f"model.{name}" for name in INERT_OPTIONS}
     for key, value in now.items():
         is_architecture = key.startswith("model.") and key not in inert and get_effect(now, key) == "training"
         if is_architecture and before.get(key, value) != value:

@@ -288,10 +288,8 @@ class Worker:
         self._signal = self._signal or signal.SIGTERM
         for trial in self._running:
             self._send_stop(trial)
-        grace = GRACE_SECONDS
-        if self._is_job:  # the rest is for requeuing the job
-            grace = min(grace, self._sweep.config.resources.signal_seconds * 2 // 3)
-        deadline = time.monotonic() + grace
+        in_job = self._sweep.config.resources.signal_seconds * 2 // 3  # the rest is for requeuing the job
+        deadline = time.monotonic() + (min(GRACE_SECONDS, in_job) if self._is_job else GRACE_SECONDS)
         while self._running:
             if time.monotonic() > deadline:
                 for process, _ in self._running.values():

@@ -130,7 +130,7 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
 def _disconnect(watchdog: Watchdog) -> None:
     """Leave the process group on all ranks at once, so that no rank reports another one as gone.
 
-    Until rank 0 has written the result, the watchdogs of the others wait with them: a failure there ends them, too.
+    While rank 0 writes the result, the other ranks wait here and are still watched, so its failure ends them, too.
     """
     dist.barrier()
     watchdog.stop()
@@ -170,17 +170,18 @@ def _exit_with_children(children: list[subprocess.Popen], devices: int) -> Itera
 
 def _find_environment(trainer: TrainerConfig) -> tuple[ClusterEnvironment, list[subprocess.Popen]]:
     """Return the launcher's environment, and the processes started here."""
-    by_srun = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-    by_torchrun = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
-    for launcher, count in {"srun": by_srun if by_srun > 1 else None, "torchrun": by_torchrun}.items():
-        if count is not None and count != trainer.world_size:
+    counts = {"torchrun": int(os.environ["WORLD_SIZE"])} if "TORCHELASTIC_RUN_ID" in os.environ else {}
+    if (by_srun := int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))) > 1:  # one task may start the others itself
+        counts["srun"] = by_srun
+    for launcher, count in counts.items():
+        if count != trainer.world_size:
             raise RunError(
                 f"{launcher} started {count} processes, but trainer.devices * trainer.num_nodes = "
                 f"{trainer.world_size}; make them equal"
             )
-    if by_srun > 1:
+    if "srun" in counts:
         return SLURMEnvironment(auto_requeue=False), []
-    if by_torchrun is not None and by_torchrun > 1:
+    if counts.get("torchrun", 1) > 1:
         return TorchElasticEnvironment(), []
     children = _start_children(trainer) if trainer.world_size > 1 and "LOCAL_RANK" not in os.environ else []
     return LightningEnvironment(), children
