@@ -85,9 +85,10 @@ def test_pairs_share_one_loss_and_hours_of_runs_that_have_them(tmp_path, capsys)
     assert (rows["a"][0], rows["b"][0]) == ("0.0100", "0.0200"), "the arms share the training loss only"
     assert "The noise is that of the training loss." in printed
     assert float(rows["a"][-1]) == int(rows["a"][-2]), "a pair takes an hour; the pair without a duration is ignored"
-    for run in tmp_path.glob("b-*"):
+    for run in (*tmp_path.glob("b-seed=0-*"), *tmp_path.glob("b-seed=1-*")):
         shutil.rmtree(run)
     rows, printed = plan()
+    assert "left out, because they have fewer than two pairs (average): b" in printed
     assert rows["a"][0] == "0.1000"
     assert "The noise is that of the validation loss." in printed
 

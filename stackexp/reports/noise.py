@@ -68,6 +68,7 @@ def find_grids(arms: Arms, baseline: str | None) -> tuple[str | None, dict[str, 
         else:
             comparisons.append(Comparison(arm, pairs, [], []))
     column = choose_column(None, [comparison.values for comparison in comparisons])
+    notes += [f"{c.arm}: no grid with {base}; a run has no {column}" for c in comparisons if column not in c.values]
     num_orders = len({row[ORDER_SEED] for row in rows})
     grids = {
         c.arm: Grid(c.pairs, np.reshape(c.values[column], (-1, num_orders)), column)

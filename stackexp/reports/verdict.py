@@ -423,7 +423,9 @@ def build_pair_plan(paths: Sequence[Path], effect: float, baseline: str | None =
     if len(pooled) > 1:
         label = f"pooled ({len(pooled)} arms of {len(pooled[0])} pairs)"
         lines.append(_plan_row(label, *pool_deviations(np.array(pooled)), effect, hours))
-    return Report([_tabulate_plan(effect, lines)], [_describe_plan(base, effect, column)], [])
+    left_out = [arm for arm in finished if arm not in (base, *differences)]
+    notes = [f"left out, because they have fewer than two pairs ({column}): {', '.join(left_out)}"] if left_out else []
+    return Report([_tabulate_plan(effect, lines)], [*notes, _describe_plan(base, effect, column)], [])
 
 
 def _plan_grids(base: str, grids: dict[str, Grid], effect: float, notes: list[str]) -> Report:
