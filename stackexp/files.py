@@ -161,15 +161,25 @@ def write_json(path: Path, value: Any, *, indent: int = 2) -> None:
     write_atomically(path, json.dumps(replace_non_finite(value), indent=indent, ensure_ascii=False) + "\n")
 
 
-def add_sha256(contents: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a JSON file with the SHA-256 of them, which detects an edited value."""
-    digest = hashlib.sha256(json.dumps(replace_non_finite(contents)).encode()).hexdigest()
-    return contents | {"sha256": digest}
+def write_hashed_json(path: Path, contents: dict[str, Any]) -> None:
+    """Write a JSON file atomically, with a SHA-256 of its contents by which `read_hashed_json` detects any change."""
+    write_json(path, contents | {"sha256": _hash_contents(contents)})
 
 
-def has_valid_sha256(contents: Any) -> bool:
-    """Return True for a dict with the SHA-256 of its other items."""
-    return isinstance(contents, dict) and contents == add_sha256({k: v for k, v in contents.items() if k != "sha256"})
+def read_hashed_json(path: Path, remedy: str) -> dict[str, Any]:
+    """Read the contents of a file that `write_hashed_json` wrote.
+
+    Raises RunError, which ends with what to do, if the file has changed since; OSError if it is missing.
+    """
+    contents = read_json(path)
+    recorded = contents.pop("sha256", None) if isinstance(contents, dict) else None
+    if recorded is None or recorded != _hash_contents(contents):
+        raise RunError(f"{path}: not as it was written: its sha256 is wrong or missing; {remedy}")
+    return contents
+
+
+def _hash_contents(contents: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(replace_non_finite(contents)).encode()).hexdigest()
 
 
 def replace_non_finite(value: Any) -> Any:

@@ -10,8 +10,7 @@ best_loss                    lowest mean validation loss; the final evaluation c
 bytes, last_change           size on disk; seconds since 1970
 platform                     device and torch version of the first session
 <key of an option>           each option in config.yaml, such as seed and model.hidden_size; None for null
-<key of result.json>         such as parameters, memory_parameters, score_41_500, seconds (of all sessions; in results
-                             of earlier versions, of the last one)
+<key of result.json>         such as parameters, memory_parameters, score_41_500, seconds (of all sessions)
 val/<set>/<score>            loss, perplexity and bits_per_byte of the final weights on a set, and its scored tokens
 val/average/<score>          their means over the sets of the run
 bigrams/<set>/<score>        loss and perplexity of bigram counts of the training tokens, bigrams/average included
@@ -31,9 +30,8 @@ from typing import TYPE_CHECKING, Any
 from stackexp.config.affects import changes_scores
 from stackexp.config.layers import split_overrides
 from stackexp.errors import ConfigError, RunError
-from stackexp.files import open_regular, read_json
+from stackexp.files import open_regular, read_hashed_json
 from stackexp.metric_tags import AVERAGE_LOSS, AVERAGED_STEPS, TRAIN_LOSS
-from stackexp.run_result import check_scores
 from stackexp.runs import RunFolder, is_metrics
 
 if TYPE_CHECKING:
@@ -285,14 +283,7 @@ def _read_result(folder: RunFolder, row: Row) -> Row:
     if not folder.is_finished:
         return {}
     contents = folder.read_result().to_dict()
-    if "seconds_of_last_session" in contents:
-        contents.setdefault("seconds", contents["seconds_of_last_session"])
     average, bigrams, ema, training = (contents.pop(key, {}) for key in ("average", "bigrams", "ema", "train_loss"))
-    for name, scores in (("bigrams", bigrams), ("ema", ema)):
-        try:
-            check_scores(scores)
-        except (ValueError, AttributeError) as error:
-            raise RunError(f"{folder.result}: {name}: {error}; delete it and resume the run") from None
     sets = _merge_sets(folder, row, contents)
     named = {name: scores for name, scores in sets.items() if not name.startswith(OLMO_GROUPS)} or sets
     average = average or {key: _average(named, key) for key in SCORES}
@@ -352,14 +343,5 @@ def read_validations(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
-    """Return a record that `validate` wrote. Raises RunError for damage."""
-    record = read_json(path)
-    try:
-        record = {"overrides": [], "sets": {}, "time": ""} | record
-        check_scores({"sets": record["sets"]})
-        is_valid = all(isinstance(text, str) for text in (record["checkpoint"], record["time"], *record["overrides"]))
-    except (AttributeError, KeyError, TypeError, ValueError):
-        is_valid = False
-    if not is_valid:
-        raise RunError(f"{path}: not a file of `validate`; move it elsewhere")
-    return record
+    """Read a record that `validate` or `test` wrote. Raises RunError if it has changed since."""
+    return {"sets": {}} | read_hashed_json(path, "move it elsewhere, or repeat `validate` or `test`")

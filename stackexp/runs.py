@@ -34,19 +34,19 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.yaml_files import read_options
 from stackexp.errors import DamagedCheckpointError, FolderBusyError, RunError, first_line, mask_secrets
 from stackexp.files import (
-    add_sha256,
     compute_sha256,
-    has_valid_sha256,
     is_locked,
     open_regular,
+    read_hashed_json,
     read_json,
     read_json_lines,
     try_lock,
     write_atomically,
+    write_hashed_json,
     write_json,
     write_json_lines,
 )
-from stackexp.run_result import NewerVersionError, RunResult
+from stackexp.run_result import RunResult
 
 MARKER = ".stackexp"
 MARKER_TEXT = "A run folder of stackexp: `fit --run` resumes it, `runs remove` deletes it.\n"
@@ -90,16 +90,15 @@ class RunFolder:
 
     def read_result(self) -> RunResult:
         """Read result.json. Raises RunError if it is damaged or has a newer version."""
+        contents = read_hashed_json(self.result, "delete it and resume the run, which evaluates again")
         try:
-            return RunResult.from_dict(read_json(self.result))
-        except NewerVersionError as error:
-            raise RunError(f"{self.result}: {error}") from error
+            return RunResult.from_dict(contents)
         except ValueError as error:
-            raise RunError(f"{self.result}: {error}; delete it and resume the run, which evaluates again") from error
+            raise RunError(f"{self.result}: {error}") from error
 
     def write_result(self, result: RunResult) -> None:
         """Write result.json, which marks the run as finished."""
-        write_json(self.result, add_sha256(result.to_dict()))
+        write_hashed_json(self.result, result.to_dict())
 
     def read_sessions(self) -> list[dict[str, Any]]:
         """Read environment.json: commit, versions, hardware and command of each session. Raises RunError for damage."""
@@ -379,7 +378,7 @@ def write_manifest(folder: Path, step: int, tokenizer: str | None) -> None:
     files = sorted(path for path in folder.iterdir() if path.name not in (MANIFEST, VALIDATION))
     with ThreadPoolExecutor() as threads:
         hashes = dict(zip((file.name for file in files), threads.map(compute_sha256, files), strict=True))
-    write_json(folder / MANIFEST, add_sha256({"step": step, "tokenizer": tokenizer, "files": hashes}))
+    write_hashed_json(folder / MANIFEST, {"step": step, "tokenizer": tokenizer, "files": hashes})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -390,11 +389,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not (folder / MANIFEST).exists():
         raise damaged_error(folder, f"{MANIFEST} is missing")
     try:
-        manifest = read_json(folder / MANIFEST)
+        manifest = read_hashed_json(folder / MANIFEST, "restore it")
     except (OSError, RunError) as error:
         raise damaged_error(folder, error) from None
-    if not has_valid_sha256(manifest) or not manifest.keys() >= {"step", "tokenizer", "files"}:
-        raise damaged_error(folder, f"{MANIFEST} has changed since it was written")
     check_step(folder, manifest["step"])
     return manifest
 
@@ -430,7 +427,7 @@ def damaged_error(path: Path, reason: BaseException | str) -> DamagedCheckpointE
 def write_validation(checkpoint: Path, loss: float, accuracy: float | None) -> None:
     """Write the mean scores of the validation of a checkpoint; `best_checkpoint` compares them."""
     scores = {"loss": loss, "accuracy": accuracy, "manifest_sha256": compute_sha256(checkpoint / MANIFEST)}
-    write_json(checkpoint / VALIDATION, add_sha256(scores))
+    write_hashed_json(checkpoint / VALIDATION, scores)
 
 
 def read_validation(checkpoint: Path) -> float | None:
@@ -441,9 +438,9 @@ def read_validation(checkpoint: Path) -> float | None:
     path = checkpoint / VALIDATION
     if not path.exists():
         return None
-    scores = read_json(path)
-    if not has_valid_sha256(scores) or scores["manifest_sha256"] != compute_sha256(checkpoint / MANIFEST):
-        raise RunError(f"{path}: not the scores that were written for this checkpoint; delete the file")
+    scores = read_hashed_json(path, "delete the file")
+    if scores["manifest_sha256"] != compute_sha256(checkpoint / MANIFEST):
+        raise RunError(f"{path}: the scores of another checkpoint; delete the file")
     return 0.0 if scores["loss"] is not None and scores["accuracy"] == 1 else scores["loss"]
 
 

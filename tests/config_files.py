@@ -1,6 +1,5 @@
 """A base config, config files and sweeps of it, and error lines."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import yaml
 
 from stackexp.config.compose import compose
 from stackexp.errors import ConfigError
+from stackexp.files import write_hashed_json
 from stackexp.sweeps.sweep import Sweep, load_sweep
 from stackexp.sweeps.trials import Trial
 
@@ -36,5 +36,5 @@ def build_sweep(*overrides: str, **keys: object) -> Sweep:
 def finish_trial(trial: Trial, loss: float, **result: object) -> None:
     """Write the result of a trial: this validation loss, and 0.5 less in training."""
     trial.folder.path.mkdir(parents=True, exist_ok=True)
-    figures = {"parameters": 1000, "memory_parameters": 10, "train_loss": {"last_20_steps": loss - 0.5}}
-    trial.folder.result.write_text(json.dumps(figures | {"average": {"loss": loss}} | result))
+    figures = {"version": 1, "parameters": 1000, "memory_parameters": 10, "train_loss": {"last_20_steps": loss - 0.5}}
+    write_hashed_json(trial.folder.result, figures | {"average": {"loss": loss}} | result)

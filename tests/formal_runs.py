@@ -1,12 +1,12 @@
 """Write run folders on formal languages as `fit` leaves them, without training."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from stackexp.config.compose import compose, to_dict
+from stackexp.files import write_hashed_json
 from stackexp.reports.formal import build_formal
 from stackexp.reports.report import format_report
 from stackexp.tasks import TASKS
@@ -62,7 +62,8 @@ def finish(
     accuracy = {str(n): 1.0 if n <= 40 else near if n <= 100 else beyond for n in lengths}
     result = {"steps": 10_000, "parameters": 139_650, "memory_parameters": 1_300, "train_accuracy": 0.99}
     result |= {"validation_accuracy": validation, "validation_loss": loss, "accuracy": accuracy}
-    (run / file).write_text(json.dumps(result | {"sequences_per_length": sequences, "length_stride": stride}))
+    result |= {"version": 1, "sequences_per_length": sequences, "length_stride": stride}
+    write_hashed_json(run / file, result)
     return run
 
 

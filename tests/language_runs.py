@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from stackexp.config.compose import compose, to_dict
+from stackexp.files import write_hashed_json
 
 TOKENS_PER_STEP = 1024
 _configs: dict[tuple[str, ...], dict[str, Any]] = {}  # composing is slow: once for all seeds
@@ -36,5 +37,5 @@ def finish(folder: Path, loss: float, **figures: Any) -> Path:
     result = {"version": 1, "steps": 10, "tokens": 10 * TOKENS_PER_STEP, "parameters": 1000, "memory_parameters": 0}
     result |= {"train_loss": {"first": 9.0, "last_20_steps": loss - 0.5}}
     result |= {"sets": {"held-out": {"loss": loss, "perplexity": 100 * loss}}, "average": {"loss": loss}}
-    (folder / "result.json").write_text(json.dumps(result | figures))
+    write_hashed_json(folder / "result.json", result | figures)
     return folder

@@ -7,6 +7,7 @@ two steps for the file `go` in the root. Each attempt that holds the folder adds
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -62,8 +63,9 @@ def run_trial(folder: Path) -> int:
         if (stopped and not behavior.get("stubborn")) or (step == done + 2 and instead == "save"):
             return 75
     steps = int(re.search(r"max_steps: (\d+)", (folder / "config.yaml").read_text())[1])
-    result = {"steps": steps, "parameters": 1000, "memory_parameters": 10, "train_loss": {"last_20_steps": 4.0}}
-    result["average"] = {"loss": behavior.get("loss", 4.0)}
+    result = {"version": 1, "steps": steps, "parameters": 1000, "memory_parameters": 10}
+    result |= {"train_loss": {"last_20_steps": 4.0}, "average": {"loss": behavior.get("loss", 4.0)}}
+    result["sha256"] = hashlib.sha256(json.dumps(result).encode()).hexdigest()
     (folder / ".result").write_text(json.dumps(result))
     os.replace(folder / ".result", folder / "result.json")  # atomic: workers read it at any time
     return 0

@@ -146,7 +146,7 @@ def test_tasks_are_added_and_kept_apart_by_checkpoint_and_limit(trained_copy, da
     record = json.loads(path.read_text())
     record["evaluations"][0]["tasks"][SMALL[0]]["accuracy"] = 1.5
     path.write_text(json.dumps(record))
-    with pytest.raises(RunError, match="damaged, or written by another version; delete it"):
+    with pytest.raises(RunError, match="not as it was written"):
         read_evaluations(path)
 
 

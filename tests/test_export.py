@@ -21,6 +21,7 @@ from stackexp.config.compose import compose
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.errors import RunError
 from stackexp.export import huggingface
+from stackexp.files import write_hashed_json
 from stackexp.models.generation import generate
 from stackexp.training.objectives import build_objective
 
@@ -185,7 +186,7 @@ def test_the_card_has_the_scores_of_its_own_checkpoint(trained, tmp_path, capsys
     records = {"validate.json": "runs/x/other/checkpoints/00000012", "validate-a.json": f"{run}/checkpoints/00000012"}
     for name, checkpoint in records.items():
         record = {"checkpoint": checkpoint, "step": 12, "overrides": ["model.rope_theta=1"] * (name != "validate.json")}
-        (run / name).write_text(json.dumps(record | {"sets": {"left": {"loss": 9.75, "perplexity": 17154.2}}}))
+        write_hashed_json(run / name, record | {"sets": {"left": {"loss": 9.75, "perplexity": 17154.2}}})
     assert main(["checkpoint", "export", "--run", str(run), "--to", str(tmp_path / "hf"), "--license", "a: b"]) == 0
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "9.75" not in card
@@ -194,7 +195,7 @@ def test_the_card_has_the_scores_of_its_own_checkpoint(trained, tmp_path, capsys
     assert yaml.safe_load(card.split("---")[1])["license"] == "a: b"
     (run / "validate-notes.json").write_text('{"note": 1}')
     assert main(["checkpoint", "export", "--run", str(run), "--to", str(tmp_path / "other")]) == 1
-    assert "validate-notes.json: not a file of `validate`; move it elsewhere" in capsys.readouterr().err
+    assert "validate-notes.json: not as it was written" in capsys.readouterr().err
 
 
 def test_unsupported_options_are_named():

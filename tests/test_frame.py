@@ -14,6 +14,7 @@ import stackexp
 from stackexp.cli import main
 from stackexp.config.compose import compose, to_yaml
 from stackexp.errors import RunError
+from stackexp.files import write_hashed_json
 from stackexp.frame import get_options, get_scores, load_runs, name_arm, read_rows, read_run
 from stackexp.runs import RunFolder
 
@@ -29,8 +30,8 @@ def runs(tmp_path) -> Path:
 
 
 def add_validation(run: Path, sets: dict, **record) -> None:
-    contents = {"checkpoint": f"{run.name}/checkpoints/00000010", "step": 10, "sets": sets} | record
-    (run / f"validate-{len(list(run.glob('validate*')))}.json").write_text(json.dumps(contents))
+    contents = {"checkpoint": f"{run.name}/checkpoints/00000010", "step": 10, "overrides": [], "time": "", "sets": sets}
+    write_hashed_json(run / f"validate-{len(list(run.glob('validate*')))}.json", contents | record)
 
 
 def test_a_row_for_each_run(runs):
@@ -123,7 +124,6 @@ def test_best_includes_the_final_evaluation_unless_others_are_of_samples(tmp_pat
 RECORDS = ("config.yaml", "metrics.jsonl", "result.json", "environment.json", "validate.json")
 CONTENTS = ("{", "[]\n", '{"step": "x"}\n', '{"sets": {"a": 3}}\n', "\0\n", "5\n", "")
 VALID = {("metrics.jsonl", "{"), ("metrics.jsonl", ""), ("environment.json", "[]\n")}  # cut off by a kill; no session
-VALID |= {("result.json", '{"step": "x"}\n')}
 
 
 @pytest.mark.parametrize("file", [*RECORDS, ".lock"])

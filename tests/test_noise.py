@@ -42,7 +42,7 @@ def write_grid(root, arm, losses, *overrides, orders=(0, 1)):
     for (seed, order), loss in losses.items():
         run = root / f"{arm}-seed={seed}-shuffle_seed={order}-{abs(hash((arm, seed, order))) % 16**8:08x}"
         write_run(run, f"data.shuffle_seed={order}", *overrides, seed=seed, data=f"{order:02d}")
-        finish(run, loss, seconds_of_last_session=1800.0)
+        finish(run, loss, seconds=1800.0)
 
 
 def test_plan_splits_the_noise_of_a_grid(tmp_path, capsys):

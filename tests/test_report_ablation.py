@@ -15,6 +15,7 @@ from stackexp.config.compose import compose
 from stackexp.data.olmo import NAMES
 from stackexp.errors import RunError
 from stackexp.evaluation.scores import write_chunk_losses
+from stackexp.files import write_hashed_json
 from stackexp.modules.scores import SamplingError
 from stackexp.reports.ablation import (
     PAPER,
@@ -149,9 +150,9 @@ def test_later_validations_fill_v2_and_v3(runs):
     sets = {f"v2/{name}": {"loss": 3.5, "perplexity": 38.0} for name in NAMES["v2"]}
     sets |= {f"v3/{name}": {"loss": 2.0, "perplexity": 7.4} for name in NAMES["v3"]}
     sets["v2/pile"] = {"loss": 4.8, "perplexity": 51.0}
-    record = {"checkpoint": "00000010", "step": 10, "overrides": [], "sets": sets}
-    (run / "validate-v2+v3.json").write_text(json.dumps(record))
-    (run / "validate-last.json").write_text(json.dumps(record | {"step": 5, "sets": {"v2/a": {"loss": 9.0}}}))
+    record = {"checkpoint": "00000010", "step": 10, "overrides": [], "time": "", "sets": sets}
+    write_hashed_json(run / "validate-v2+v3.json", record)
+    write_hashed_json(run / "validate-last.json", record | {"step": 5, "sets": {"v2/a": {"loss": 9.0}}})
     report = build_ablation([runs])
     row = read_table(report, 0)["stacktrans"]
     assert (row["V2"], row["V3"]) == ("3.600 / 39.00", "2.000 / 7.40")
@@ -159,7 +160,7 @@ def test_later_validations_fill_v2_and_v3(runs):
     assert (note.count("seed="), str(run) in note) == (8, False)
     (transformer,) = runs.glob("transformer-seed=0-*")
     del sets["v2/pile"]
-    (transformer / "validate-v2+v3.json").write_text(json.dumps(record))
+    write_hashed_json(transformer / "validate-v2+v3.json", record)
     report = build_ablation([run, transformer])
     difference = read_table(report, 1)["stacktrans"]
     assert difference["V3"] == "+0.000"
@@ -399,8 +400,8 @@ def test_means_and_differences_are_over_the_same_sets(tmp_path):
             sets = {key: {"loss": loss} for key, loss in losses.items() if seed == 0 or key == "v2/pile"}
             finish(write_run(tmp_path / f"{name}-seed={seed}-0123abc{seed}", f"model.memory={memory}", seed=seed), 5.0)
             folder = tmp_path / f"{name}-seed={seed}-0123abc{seed}"
-            record = {"checkpoint": "00000010", "step": 10, "sets": sets}
-            (folder / "validate-v2.json").write_text(json.dumps(record))
+            record = {"checkpoint": "00000010", "step": 10, "overrides": [], "time": "", "sets": sets}
+            write_hashed_json(folder / "validate-v2.json", record)
     report = build_ablation([tmp_path])
     assert next(row for row in report.tables[0].rows if row[0] == "queue")[3] == "3.500", "the mean of seed 0"
     note = "2 runs scored on some sets only, not in the mean of V2: queue (seed 1), transformer (seed 1)"

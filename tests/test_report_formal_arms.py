@@ -1,10 +1,9 @@
 """`report formal --arms`: mean accuracy of every arm under equal budgets."""
 
-import json
-
 from formal_runs import finish, write_run
 
 from stackexp.cli import main
+from stackexp.files import read_hashed_json, write_hashed_json
 from stackexp.tables import ABSENT
 
 
@@ -22,7 +21,7 @@ def test_arms_have_means_intervals_and_solved_seeds(tmp_path, capsys):
     run = write_run(tmp_path / "repl_s3/pairs/lstm-seed=100-01234569", "LSTM", "repl_s3", *lengths, seed=100)
     finish(run, beyond=0.25, longest=200)
     for path in tmp_path.rglob("result.json"):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"seconds_of_last_session": 900.0}))
+        write_hashed_json(path, read_hashed_json(path, "") | {"seconds": 900.0})
     assert main(["report", "formal", "--arms", str(tmp_path), "--markdown"]) == 0
     printed = capsys.readouterr().out
     # Student's t with two degrees of freedom: 4.303 * 0.1 / sqrt(3) = 0.248, 4.303 * 0.02887 / sqrt(3) = 0.0717

@@ -11,6 +11,7 @@ from language_runs import finish, write_run
 
 from stackexp.cli import main
 from stackexp.evaluation.scores import write_chunk_losses
+from stackexp.files import read_hashed_json, write_hashed_json
 from stackexp.frame import load_runs
 from stackexp.reports.ablation import build_ablation
 
@@ -25,8 +26,8 @@ def runs(tmp_path, monkeypatch) -> Path:
             loss = 3.0 - 0.1 * seed
             finish(run, loss)
             write_chunk_losses(run / "validate.json", "held-out", np.array([[loss - 0.1, loss + 0.1], [1.0, 1.0]]))
-        record = {"step": 10, "sets": {}, "checkpoint": f"/secret/{run.name}/checkpoints/00000010"}
-        (run / "validate.json").write_text(json.dumps(record))
+        record = {"step": 10, "overrides": [], "time": "", "checkpoint": f"/secret/{run.name}/checkpoints/00000010"}
+        write_hashed_json(run / "validate.json", record)
         origin = {"path": "/secret/init.safetensors", "sha256": "0"}
         (run / "environment.json").write_text(json.dumps([{"commit": "aa", "host": "secret", "origin": origin}]))
         (run / "checkpoints" / "00000010").mkdir(parents=True)
@@ -63,11 +64,11 @@ def test_copies_keep_the_names_of_arms(runs):
 
 def test_copies_have_tests_but_no_validations_of_other_runs(runs):
     run = runs / "stacktrans-seed=0-0123abc1"
-    record = json.loads((run / "validate.json").read_text())
+    record = read_hashed_json(run / "validate.json", "")
     for name in ("test.json", "test-to-500-every-9-of-512.json"):  # of a formal language; `report formal` reads both
-        (run / name).write_text(json.dumps(record))
+        write_hashed_json(run / name, record)
     other = record | {"checkpoint": "runs/queue-seed=0-0123abc2/checkpoints/00000010"}
-    (run / "validate-other.json").write_text(json.dumps(other))
+    write_hashed_json(run / "validate-other.json", other)
     (run / "interventions.json").write_text("{}")
     write_chunk_losses(run / "result.json", "held-out", np.ones((2, 2)))
     write_chunk_losses(run / "validate-other.json", "held-out", np.ones((2, 2)))
@@ -81,10 +82,10 @@ def test_copies_have_tests_but_no_validations_of_other_runs(runs):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("validate-notes.json", '{"note": 1}', "validate-notes.json: not a file of `validate`; move it elsewhere"),
+        ("validate-notes.json", '{"note": 1}', "validate-notes.json: not as it was written"),
         ("environment.json", '[{"origin": 5}]', "the origin of a session is 5"),
         ("result.json", "{", "result.json: not valid JSON"),
-        ("test.json", "{}", "test.json: names no checkpoint; delete it and repeat `test`"),
+        ("test.json", "{}", "test.json: not as it was written: its sha256 is wrong or missing; move it elsewhere, or"),
         ("result.json", None, "result.json: a symbolic link"),
         ("validate.chunks/held-out.npy", None, "held-out.npy: a symbolic link"),
     ],

@@ -11,7 +11,6 @@ from stackexp.cli import main
 from stackexp.errors import RunError
 from stackexp.frame import read_run
 from stackexp.models.checkpoints import find_checkpoint
-from stackexp.run_result import RunResult
 from stackexp.runs import RunFolder
 
 RECORDS = ("metrics.jsonl", "result.json", "config.yaml", "environment.json", "data.jsonl")
@@ -129,21 +128,3 @@ def test_damaged_records_never_cause_a_traceback(run, capsys, file):
             captured = capsys.readouterr()
             assert code in (0, 1, 2)
             assert code == 0 or captured.err.splitlines()[-1].startswith("error: "), (command, captured.err)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ([], r"expected an object, found \[\]"),
-        ({"parameters": "many"}, "parameters is 'many'"),
-        ({"train_loss": {"first": "x"}}, "train_loss.first is 'x'"),
-        ({"sets": {"left": {}}}, "sets.left has no loss"),
-        ({"average": {"loss": "x"}}, "average.loss is 'x'"),
-    ],
-)
-def test_damaged_results_are_named(run, change, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        RunResult.from_dict(change)
-    run.result.write_text(json.dumps(change))
-    with pytest.raises(RunError, match=f"result.json: {message}; delete it and resume the run"):
-        run.read_result()

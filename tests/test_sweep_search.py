@@ -11,6 +11,7 @@ from config_files import build_sweep, finish_trial
 
 from stackexp.config.compose import to_yaml
 from stackexp.errors import ConfigError
+from stackexp.files import write_hashed_json
 from stackexp.sweeps.search import Study, _read_values
 from stackexp.sweeps.status import format_sweep_status
 from stackexp.sweeps.sweep import Sweep, load_sweep
@@ -65,7 +66,7 @@ def test_study_is_rebuilt_from_the_run_folders():
     for loss, trial in enumerate(trials[:3]):
         finish_trial(trial, loss)
     trials[3].pruned.write_text("{}")
-    trials[4].folder.result.write_text('{"average": {}}')  # without the objective
+    write_hashed_json(trials[4].folder.result, {"version": 1, "average": {}})  # without the objective
     again = build(trials=8, space=SPACE)
     assert {t.folder: t.values for t in again.trials} == {t.folder: t.values for t in trials}
     assert count_states(again) == {"COMPLETE": 3, "PRUNED": 1, "FAIL": 1}

@@ -7,6 +7,7 @@ from verdict_question import Question
 
 from stackexp.cli import main
 from stackexp.errors import ConfigError
+from stackexp.files import read_json, write_hashed_json
 from stackexp.runs import hash_plugins
 
 
@@ -35,6 +36,9 @@ def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, capsys
         before = (folder / name).read_text()
         assert old in before
         (folder / name).write_text(before.replace(old, new))
+        if name == "result.json":
+            result = read_json(folder / name)
+            write_hashed_json(folder / name, {key: result[key] for key in result if key != "sha256"})
         assert f"same-seed=101-{folder.name.rpartition('-')[2]}: {expected}" in report()
         (folder / name).write_text(before)
     for run, digest in ((folder, "aa"), (next(question.folder.glob("pairs/plain-seed=101-*")), "bb")):
@@ -76,12 +80,12 @@ def test_the_plan_holds_for_one_config_and_one_version(question, capsys):
     written = json.loads(plan.read_text())
     plan.write_text(json.dumps(written | {"seeds": written["seeds"][:3]}))
     assert main(["verdict", str(question.path), "--report"]) == 1
-    assert "its contents differ from their sha256" in capsys.readouterr().err
+    assert "not as it was written: its sha256 is wrong or missing; restore the file" in capsys.readouterr().err
     plan.unlink()
     assert "but verdict.json is missing; restore it" in question.run(expect=1)
-    changes = ({"version": 2}, {"question": written["question"] | {"new_key": 1}}, {"question": 5})
-    for damaged in (5, *(written | change for change in changes)):
-        plan.write_text(json.dumps(damaged))
+    del written["sha256"]
+    for change in ({"version": 2}, {"question": written["question"] | {"new_key": 1}}):
+        write_hashed_json(plan, written | change)
         assert main(["verdict", str(question.path), "--report"]) == 1
         assert "not a plan of this version" in capsys.readouterr().err
 

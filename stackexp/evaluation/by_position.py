@@ -12,7 +12,7 @@ from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.generation import inference_mode
 from stackexp.evaluation.request import EvaluationRequest, describe_evaluation
-from stackexp.files import write_json
+from stackexp.files import write_hashed_json
 from stackexp.models import checkpoints
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.tables import RULE, format_table
@@ -72,7 +72,7 @@ def score_by_position(request: EvaluationRequest) -> tuple[int, dict[str, np.nda
         for name, values in losses.items()
     }
     output = get_output(request)
-    write_json(output, record)
+    write_hashed_json(output, record)
     print(f"\nscores: {output}")
     return context, losses
 

@@ -19,7 +19,6 @@ import numpy as np
 
 from stackexp import __version__, files
 from stackexp.errors import RunError
-from stackexp.files import add_sha256, has_valid_sha256, read_json, write_json
 from stackexp.reports.arms import list_paths
 from stackexp.reports.report import Report, Table
 from stackexp.reports.scaling import SAME_RATIO, Ladder, Point, Series, abbreviate, get_size, load_ladder, select_series
@@ -146,7 +145,7 @@ def build_forecast(
             raise RunError(f"{forecast}: no such file; to write a forecast, give --size or --tokens")
         contents = _fit(load_ladder(paths, measure, by=by), quantity, wanted, by)
         with files.explain_failed_writes(forecast, "choose another FILE"):
-            write_json(forecast, add_sha256(contents))
+            files.write_hashed_json(forecast, contents)
     contents = read_forecast(forecast)
     options = {"loss": measure, "by": list(by) or None, "size": wanted, "quantity": wanted and quantity}
     if changed := [key for key, value in options.items() if value not in (None, contents[key])]:
@@ -160,14 +159,11 @@ def build_forecast(
 
 def read_forecast(path: Path) -> dict[str, Any]:
     """Read a file of `--forecast`. Raises RunError if it is another file, of another version, or was changed."""
-    contents = read_json(path)
-    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
+    contents = files.read_hashed_json(path, "restore it, or give a file that `report scaling --forecast` wrote")
+    if contents.get("format") != FORMAT:
         raise RunError(f"{path}: not a forecast; give a file that `report scaling --forecast` wrote")
-    if contents.get("version") != VERSION:
-        found = contents.get("version")
+    if (found := contents["version"]) != VERSION:
         raise RunError(f"{path}: a forecast of version {found!r:.20}, not {VERSION}; use the stackexp that wrote it")
-    if not has_valid_sha256(contents):
-        raise RunError(f"{path}: changed since it was written; restore it, for example from version control")
     return contents
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -18,8 +17,7 @@ from stackexp.config.registry import import_plugin
 from stackexp.config.yaml_files import Leaf
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.accuracy import Lengths, average_accuracy, parse_accuracy
-from stackexp.files import read_json
-from stackexp.frame import Row, find_runs, get_options, list_tests, read_rows
+from stackexp.frame import Row, find_runs, get_options, list_tests, read_evaluation, read_rows
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 from stackexp.tasks import CHOMSKY_TASKS, TASKS
@@ -103,15 +101,10 @@ class Evaluation:
 
     @classmethod
     def read(cls, path: Path, record: Mapping[str, Any]) -> "Evaluation":
-        """Build the evaluation from a result.json or a file of `test`. Raises RunError for a damaged file."""
-        try:
-            accuracy = {length: float(value) for length, value in sorted(parse_accuracy(record).items())}
-            excess = {int(length): float(value) for length, value in record.get("loss_above_entropy", {}).items()}
-            return cls(path, accuracy, record["sequences_per_length"], record["length_stride"], excess)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else f"not a file of `test` ({error})"
-            command = f"python -m stackexp test --run {shlex.quote(str(path.parent))}"
-            raise RunError(f"{path}: {reason}; test the run again: {command}") from error
+        """Build the evaluation from the contents of a result.json or of a file of `test`."""
+        accuracy = dict(sorted(parse_accuracy(record).items()))
+        excess = {int(length): value for length, value in record.get("loss_above_entropy", {}).items()}
+        return cls(path, accuracy, record["sequences_per_length"], record["length_stride"], excess)
 
     def select_lengths(self, lengths: Lengths) -> list[int]:
         """Return the tested lengths in a range."""
@@ -205,9 +198,7 @@ def _read_tests(row: Row) -> tuple[list[Evaluation], list[str]]:
     evaluations = [Evaluation.read(folder.result, row)] if row["state"] == "finished" else []
     unused = []
     for path in list_tests(folder):
-        test = read_json(path)
-        if not isinstance(test, dict):
-            raise RunError(f"{path}: not a file of `test`; move it elsewhere")
+        test = read_evaluation(path)
         if _is_same_run(test, row):
             evaluations.append(Evaluation.read(path, test))
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
-from stackexp.files import add_sha256, has_valid_sha256, read_json, write_json
+from stackexp.files import read_hashed_json, write_hashed_json
 from stackexp.reports.arms import compute_difference, count_runs
 from stackexp.reports.report import Table
 from stackexp.runs import RunFolder
@@ -44,7 +44,7 @@ def get_identity(verdict: Verdict, folder: RunFolder) -> dict[str, Any]:
 
 def write_changes(folder: RunFolder, identity: dict[str, Any], changes: Changes) -> None:
     """Write the measured changes of a run, with the SHA-256 of the contents."""
-    write_json(folder.path / FILE, add_sha256(identity | {"changes": changes}))
+    write_hashed_json(folder.path / FILE, identity | {"changes": changes})
 
 
 def read_changes(folder: RunFolder, identity: dict[str, Any]) -> Changes | None:
@@ -52,9 +52,7 @@ def read_changes(folder: RunFolder, identity: dict[str, Any]) -> Changes | None:
     path = folder.path / FILE
     if not path.is_file():
         return None
-    contents = read_json(path)
-    if not has_valid_sha256(contents):
-        raise RunError(f"{path}: damaged; repeat `verdict`, which measures again")
+    contents = read_hashed_json(path, "repeat `verdict`, which measures again")
     return contents["changes"] if identity.items() <= contents.items() else None
 
 

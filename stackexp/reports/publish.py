@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.errors import RunError
-from stackexp.files import create_folder_atomically, read_json, read_json_lines, write_json, write_json_lines
-from stackexp.frame import list_tests, read_validations
+from stackexp.files import create_folder_atomically, read_json_lines, write_hashed_json, write_json, write_json_lines
+from stackexp.frame import list_tests, read_evaluation, read_validations
 from stackexp.reports.interventions import FILE as INTERVENTIONS
 from stackexp.runs import RunFolder
 
@@ -31,9 +31,7 @@ def copy_run(folder: RunFolder, target: Path) -> None:
             raise RunError(f"{path}: not a regular file; replace it by one")
     records = {record.pop("file"): record for record in read_validations(folder)}
     for path in list_tests(folder):
-        records[path.name] = read_json(path)
-        if not isinstance(records[path.name], dict) or "checkpoint" not in records[path.name]:
-            raise RunError(f"{path}: names no checkpoint; delete it and repeat `test`")
+        records[path.name] = read_evaluation(path)
     folder.read_options()  # raises an error for damage
     folder.read_result()
     with create_folder_atomically(target) as new:
@@ -42,7 +40,7 @@ def copy_run(folder: RunFolder, target: Path) -> None:
             if path.exists():
                 shutil.copyfile(path, new / path.name)
         for name, record in records.items():
-            write_json(new / name, record | {"checkpoint": Path(record["checkpoint"]).name})
+            write_hashed_json(new / name, record | {"checkpoint": Path(record["checkpoint"]).name})
         for path in chunks:
             scores = path.with_suffix(".json")
             if scores == folder.result or scores.name in records or not scores.exists():  # not of another run

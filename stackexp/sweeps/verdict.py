@@ -21,7 +21,7 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import find_origin, split_overrides
 from stackexp.config.yaml_files import Tree, display_path, read_file
 from stackexp.errors import ConfigError, RunError, StoppedError
-from stackexp.files import add_sha256, has_valid_sha256, read_json, write_json
+from stackexp.files import read_hashed_json, write_hashed_json
 from stackexp.runs import RunFolder, hash_plugins
 from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, choose_batch, count_pairs, judge
 from stackexp.sweeps.question import FREE, STEP_OPTIONS, VerdictConfig, scale_steps
@@ -257,16 +257,10 @@ class Verdict:
         path = self.folder / PLAN
         if not path.is_file():
             return None
-        contents, ours = read_json(path), self._describe_question()
-        try:
-            plan = Plan(**{key: value for key, value in contents.items() if key != "sha256"})
-            is_known = plan.version == Plan.version and plan.question.keys() <= ours.keys()
-        except (TypeError, AttributeError):
-            is_known = False
-        if not is_known:
+        contents, ours = read_hashed_json(path, "restore the file"), self._describe_question()
+        if contents.get("version") != Plan.version or not contents["question"].keys() <= ours.keys():
             raise RunError(f"{path}: not a plan of this version; move the folder elsewhere")
-        if not has_valid_sha256(contents):
-            raise RunError(f"{path}: its contents differ from their sha256; restore the file")
+        plan = Plan(**contents)
         if changed := [key for key, value in plan.question.items() if ours[key] != value]:
             raise ConfigError(
                 f"{display_path(self.path)}: {', '.join(changed)} changed since {path} was written; "
@@ -288,7 +282,7 @@ class Verdict:
                     "another name and first_seed"
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / PLAN, add_sha256(dataclasses.asdict(plan)))
+            write_hashed_json(self.folder / PLAN, dataclasses.asdict(plan))
         return plan
 
     def choose_plan(self) -> Plan:

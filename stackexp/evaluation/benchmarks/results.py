@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.errors import RunError
-from stackexp.files import add_sha256, has_valid_sha256, hold_lock, read_json, write_json
+from stackexp.files import hold_lock, read_hashed_json, write_hashed_json
 from stackexp.tables import ABSENT, RULE, format_table
 
 VERSION = 1
@@ -76,16 +76,14 @@ def read_evaluations(path: Path) -> list[Evaluation]:
     """Return the evaluations in a benchmarks.json; [] if it is missing. Raises RunError for a damaged file."""
     if not path.exists():
         return []
-    record = read_json(path)
-    try:
-        if record["version"] != VERSION or not has_valid_sha256(record):
-            raise ValueError
-        return [
-            Evaluation(**entry | {"tasks": {name: TaskScores(**scores) for name, scores in entry["tasks"].items()}})
-            for entry in record["evaluations"]
-        ]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise RunError(f"{path}: damaged, or written by another version; delete it and run `evaluate` again") from None
+    remedy = "delete it and run `evaluate` again"
+    record = read_hashed_json(path, remedy)
+    if record.get("version") != VERSION:
+        raise RunError(f"{path}: not a file of this version; {remedy}")
+    return [
+        Evaluation(**entry | {"tasks": {name: TaskScores(**scores) for name, scores in entry["tasks"].items()}})
+        for entry in record["evaluations"]
+    ]
 
 
 def add_evaluation(path: Path, new: Evaluation) -> None:
@@ -97,7 +95,7 @@ def add_evaluation(path: Path, new: Evaluation) -> None:
             evaluations.remove(same)
             new = dataclasses.replace(new, tasks=dict(sorted((same.tasks | new.tasks).items())))
         entries = [dataclasses.asdict(entry) for entry in [*evaluations, new]]
-        write_json(path, add_sha256({"version": VERSION, "evaluations": entries}))
+        write_hashed_json(path, {"version": VERSION, "evaluations": entries})
 
 
 def compute_mean(values: list[float]) -> tuple[float, float | None]:

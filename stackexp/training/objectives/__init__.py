@@ -162,7 +162,6 @@ class Objective(ABC):
             memory_parameters=session.module.model.num_memory_parameters(),
             train_loss={"first": losses[0], "last_20_steps": average_last(losses)},
             seconds=round(seconds + sum_earlier_sessions(session.folder.read_sessions(), lines), 1),
-            seconds_of_last_session=round(seconds, 1),
             figures=self.build_result(session, sets),
         )
         result = final.to_dict()

@@ -5,7 +5,7 @@ from typing import Any
 
 from stackexp.datamodules.arithmetic import HELD_OUT
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
-from stackexp.files import write_json
+from stackexp.files import write_hashed_json
 from stackexp.modules.transduction import Arithmetic
 from stackexp.tables import format_table
 from stackexp.training.objectives import Objective, Session
@@ -37,7 +37,7 @@ class ArithmeticObjective(Objective):
         print(f"{checkpoint}\n\n{_format_scores(sets)}")
         if request.output is None:
             return None
-        write_json(request.output, describe_evaluation(request, checkpoint) | _summarize(sets))
+        write_hashed_json(request.output, describe_evaluation(request, checkpoint) | _summarize(sets))
         print(f"\nscores: {request.output}")
         return request.output
 

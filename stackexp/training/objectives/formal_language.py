@@ -9,7 +9,7 @@ from stackexp.config.data import get_model_label
 from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import compute_scores, format_accuracy, get_ranges, parse_accuracy
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
-from stackexp.files import read_json, write_json
+from stackexp.files import read_hashed_json, write_hashed_json
 from stackexp.models import checkpoints
 from stackexp.modules.transduction import Transduction, average_lengths
 from stackexp.runs import RunFolder
@@ -114,7 +114,7 @@ class FormalLanguageObjective(Objective):
         if request.output is None:
             return None
         path = _choose_path(request, request.output, record)
-        write_json(path, record)
+        write_hashed_json(path, record)
         is_main_test = request.stage == "test" and request.ckpt_path is None and path == request.output
         if is_main_test and request.should_write_events:
             with request.open_event_folder() as folder:
@@ -167,11 +167,11 @@ def _choose_path(request: EvaluationRequest, path: Path, record: dict[str, Any])
         return path
     key = "sequences_per_length"
     try:
-        previous = read_json(path)
-        is_as_thorough = previous["accuracy"].keys() <= record["accuracy"].keys() and previous[key] <= record[key]
-        is_of_another_step = previous["step"] != record["step"]
-    except (RunError, AttributeError, KeyError, TypeError):
+        previous = read_hashed_json(path, "")
+    except RunError:
         return path
+    is_as_thorough = previous["accuracy"].keys() <= record["accuracy"].keys() and previous[key] <= record[key]
+    is_of_another_step = previous["step"] != record["step"]
     if is_as_thorough or is_of_another_step:
         return path
     manner = f"to-{max(parse_accuracy(record))}-every-{record['length_stride']}-of-{record[key]}"

@@ -14,7 +14,7 @@ from stackexp.data import hash_log
 from stackexp.evaluation.generation import continue_text
 from stackexp.evaluation.request import EvaluationRequest, ResumableEvaluation, Sets, Stage, describe_evaluation
 from stackexp.evaluation.scores import format_scores, score_bigrams
-from stackexp.files import write_atomically, write_json
+from stackexp.files import write_atomically, write_hashed_json
 from stackexp.metric_tags import AVERAGE_LOSS
 from stackexp.models import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
@@ -146,7 +146,7 @@ class LanguageModelingObjective(Objective):
             return None
         manner = {"context_length": data.context_length, "keep_remainder": data.score_remainder}
         record = describe_evaluation(request, checkpoint) | manner | _summarize(sets)
-        write_json(request.output, record)
+        write_hashed_json(request.output, record)
         write_atomically(request.output.with_suffix(".md"), f"{title}\n\n{format_scores(sets, style='markdown')}")
         if request.run and request.should_write_events and record["step"] is not None:
             prefix = _choose_prefix(request.stage, request.run_config)
