@@ -13,12 +13,14 @@ from processes import wait_until
 from verdict_question import SEEDS, Question
 
 from stackexp.cli import main
-from stackexp.config.compose import build_dataclass
+from stackexp.config.compose import build_dataclass, compose
+from stackexp.config.memory import MECHANISM
 from stackexp.config.yaml_files import read_file
 from stackexp.errors import ConfigError
 from stackexp.reports.verdict import compute_best_of, find_share_of_steps
 from stackexp.runs import RunFolder
 from stackexp.sequential import compute_power, count_pairs, judge
+from stackexp.sweeps.controls import build_question
 from stackexp.sweeps.question import VerdictConfig
 from stackexp.sweeps.trials import get_number
 from stackexp.sweeps.tuning import TunedSpace, Tuning, choose_point, estimate_noise
@@ -306,7 +308,9 @@ def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):
     arms = {arm["name"]: arm for arm in config.arms}
     assert arms["transformer_wide"]["model.intermediate_size"] == 427, "as in the small ablation"
     assert arms["wider_stream"]["model.hidden_size"] > 128
-    assert {"transformer", "adapter", "residual_scale", "queue", "transformer_flops"} <= arms.keys()
+    assert {"transformer", "residual_scale", "queue", "transformer_flops"} <= arms.keys()
+    one_slot = {"model.memory.discipline": "push_only", "model.memory.num_slots": 1}
+    assert arms["adapter"] == {"name": "adapter", "model.memory": "queue"} | one_slot
     assert main([*command, "trainer.max_steps=600"]) == 2
     assert "has other overrides" in capsys.readouterr().err
     for damaged in ("[", "[1]"):
@@ -324,6 +328,42 @@ def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):
     assert "is chosen by the verdict; set it in a config of your own" in capsys.readouterr().err
     assert main([*command, "logging.root=./sub//runs", "--dry-run"]) == 0
     assert "logging.root=./sub//runs" in Path("sub/runs/verdict-small-push_only/question.yaml").read_text()
+
+
+def test_the_adapter_of_a_stack_differs_in_its_mechanism_only(capsys):
+    for memory in ("authors_code", "stacktrans-normalized", "full_dim"):
+        tree = build_question(["ablation/small"], [], memory)
+        arms = {
+            arm["name"]: [f"{k}={'null' if v is None else v}" for k, v in arm.items() if k != "name"]
+            for arm in tree["arms"]
+        }
+        adapter, stack = (vars(compose(["ablation/small"], arms[name]).model.memory) for name in ("adapter", memory))
+        differences = {key for key in stack if stack[key] != adapter[key]}
+        assert {"discipline", "num_slots"} <= differences
+        assert all(key.startswith(MECHANISM) for key in differences)
+    assert main(["verdict", str(VERDICTS / "micro_english.yaml"), "logging.root=docs/results", "--report"]) == 0
+    split = capsys.readouterr().out.partition("Split of the gain")[2].partition("Interventions")[0]
+    causes = {
+        arm: cause.strip() for cause, arm in re.findall(r"^(mechanism.*?)  +(\S+) minus adapter", split, re.MULTILINE)
+    }
+    assert causes["stacktrans-normalized"] == "mechanism"
+    assert causes["stacktrans"] == "mechanism, push_norm"
+    assert "residual_stack" not in causes, "not a stack of the paper, so the adapter is not its control"
+
+
+@pytest.mark.usefixtures("restored_registry")
+def test_a_memory_of_a_plugin_is_compared_with_its_controls(tmp_path, monkeypatch):
+    """The files are those that the README shows."""
+    monkeypatch.chdir(tmp_path)
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    for name in ("moving_average.py", "moving-average.yaml"):
+        [code] = re.findall(rf"```\w+\n(# {name}.*?)```", readme, re.DOTALL)
+        Path(name).write_text(code)
+    command = ["verdict", "--memory", "moving_average", "--config", "moving-average.yaml"]
+    assert main([*command, "--dry-run"]) == 0
+    tree = yaml.safe_load(Path("runs/verdict-moving-average-moving_average/question.yaml").read_text())
+    assert {"name": "moving_average"} in tree["arms"]
+    assert {"name": "adapter", "model.memory": "adapter"} in tree["arms"]
 
 
 def test_pairs_are_planned_from_runs_on_record(capsys):

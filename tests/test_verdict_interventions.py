@@ -54,7 +54,7 @@ def test_interventions_are_measured_once(trained, tmp_path):
     pairs = verdict.build_pairs(verdict.read_plan())
     table, notes = build_interventions(verdict, pairs)
     assert table.rows[1] == ["stack", "dropped read", f"{changes['dropped read']:+.4f}", table.rows[1][3], "2"]
-    assert "damaged" in notes[0]
+    assert "not as it was written" in notes[0]
     assert "stack: 2 runs without interventions" in notes[1]
     measure_pairs(verdict)
     assert files[0].read_text() == before[0][1]

@@ -2,13 +2,17 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Optional
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional
 
 from stackexp.config.fields import Errors, option
 from stackexp.config.registry import register
 
 if TYPE_CHECKING:
     from stackexp.config.model import TransformerConfig
+
+
+MECHANISM = ("discipline", "num_slots", "eval_num_slots", "read", "action_", "entropy_weight", "feedback")
+"""Prefixes of the options of a stack that have no effect if it only pushes and has one slot."""
 
 
 @register("memory", "stack", builds="stackexp.models.memories.extensions:ExtendedStackMemory")
@@ -87,6 +91,14 @@ class StackMemoryConfig:
         """The number of updates of a token's stacks in one layer."""
         return 2 if self.site == "each_sublayer" else 1
 
+    def build_adapter(self) -> dict[str, Any]:
+        """Return the options that remove the memory only: each layer reads the vector that it has just pushed."""
+        reset = {k: value for k, value in self._list_action_defaults().items() if getattr(self, k) != value}
+        return reset | {"discipline": "push_only", "num_slots": 1}
+
+    def _list_action_defaults(self) -> dict[str, Any]:
+        return {f.name: f.default for f in dataclasses.fields(self) if f.name.startswith(("action_", "feedback"))}
+
     def find_errors(self, model: "TransformerConfig") -> Errors:
         """Yield the errors that involve several options of the memory or the model."""
         width = self.num_heads * self.head_dim
@@ -116,8 +128,7 @@ class StackMemoryConfig:
 
     def _find_push_only_errors(self) -> Errors:
         """Yield an error for each option of actions and feedback that is set, because push_only has neither."""
-        defaults = {f.name: f.default for f in dataclasses.fields(self) if f.name.startswith(("action_", "feedback"))}
-        for name, default in defaults.items():
+        for name, default in self._list_action_defaults().items():
             if getattr(self, name) != default:
                 yield name, f"not supported by discipline: push_only, which always pushes; use {default}"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from stackexp.config.memory import MECHANISM, StackMemoryConfig
 from stackexp.data.hash_log import FILE_NAME, read_hashes
 from stackexp.errors import RunError
 from stackexp.frame import Row
@@ -90,7 +91,7 @@ def build_verdict(verdict: Verdict) -> Report:
     tables.insert(0, Table(title, HEADER[:columns], [line[:columns] for line in lines], num_labels=2))
     if plan.speeds is not None:
         tables.append(_build_equal_time(verdict, plan, stage, plan.speeds))
-    if split := _build_split(verdict, plan, scores):
+    if split := _build_split(verdict, plan, stage, scores):
         tables.append(split)
     if speed := _build_speed(verdict, plan, stage, seconds):
         tables.append(speed)
@@ -268,12 +269,21 @@ def _build_tuning(verdict: Verdict, tuned: Tuned) -> Table:
 # Split of the gain
 
 
-def _build_split(verdict: Verdict, plan: Plan, scores: dict[Key, float]) -> Table | None:
-    """Return the differences between controls that each isolate one cause, as far as these arms exist."""
-    controls = {PLAIN, PARAMETERS, FLOPS, STREAM, ADAPTER, SCALE}
+def _build_split(verdict: Verdict, plan: Plan, stage: Stage, scores: dict[Key, float]) -> Table | None:
+    """Return the differences between controls that each isolate one cause, as far as these arms exist.
+
+    Stacks are compared with the adapter; every other option in which the two differ is named as a cause, too.
+    """
     steps = [("parameters", PLAIN, PARAMETERS), ("residual width at equal FLOPs", FLOPS, STREAM)]
     steps += [("scaling of the residual stream", PLAIN, SCALE)]
-    steps += [(f"mechanism of {arm}", ADAPTER, arm) for arm in verdict.arms if arm not in controls]
+    models = {arm: stage.trials[arm, 0, plan.seeds[0]].config.model for arm in verdict.arms}
+    memories = {arm: getattr(model, "memory", None) for arm, model in models.items()}
+    if isinstance(adapter := memories.get(ADAPTER), StackMemoryConfig):
+        for arm, memory in memories.items():
+            if arm != ADAPTER and isinstance(memory, StackMemoryConfig):
+                others = [key for key, value in vars(memory).items() if value != getattr(adapter, key)]
+                others = [key for key in others if not key.startswith(MECHANISM)]
+                steps.append((", ".join(["mechanism", *others]), ADAPTER, arm))
     rows = []
     for cause, base, arm in steps:
         if not {arm, base} <= set(verdict.arms):

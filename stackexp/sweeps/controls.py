@@ -6,8 +6,9 @@ from typing import Any
 import yaml
 
 from stackexp.config.compose import build_dataclass, compose
-from stackexp.config.layers import split_overrides
-from stackexp.config.yaml_files import read_file
+from stackexp.config.layers import get_group_folder, split_overrides
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.yaml_files import list_yaml_names, read_file
 from stackexp.errors import ConfigError
 from stackexp.files import write_atomically
 from stackexp.sweeps.question import VerdictConfig
@@ -23,12 +24,14 @@ TRIALS = 6
 def build_question(names: list[str], overrides: list[str], memory: str) -> dict[str, Any]:
     """Return the contents of a verdict's file: a memory, its controls, and the tuning of each.
 
-    The Transformers equal the model with the memory in parameters and in training FLOPs per token by wider feed-forward
-    layers, and in FLOPs by a wider residual stream.
+    `memory` is a choice of model.memory, or the kind of the config's own memory. The Transformers equal the model with
+    the memory in parameters and in training FLOPs per token by wider feed-forward layers, and in FLOPs by a wider
+    residual stream. The adapter is the stack itself with one slot that it always fills; for other memories, `adapter`.
     """
     from stackexp.planning.cost import QUANTITIES, match_models
 
-    target = compose(names, [*overrides, f"model.memory={memory}"])
+    chosen = _choose_memory(names, overrides, memory)
+    target = compose(names, [*overrides, *(f"{key}={value}" for key, value in chosen.items())])
     plain = [*overrides, "model.memory=null"]
     arms: dict[str, dict[str, Any]] = {}
     for arm, by, vary in (
@@ -38,8 +41,10 @@ def build_question(names: list[str], overrides: list[str], memory: str) -> dict[
     ):
         value, _ = match_models(names, plain, QUANTITIES[by](target), by, vary)
         arms[arm] = {"model.memory": None, f"model.{vary}": value}
-    arms |= {PLAIN: {"model.memory": None}, ADAPTER: {"model.memory": ADAPTER}, SCALE: {"model.memory": SCALE}}
-    arms |= {memory: {"model.memory": memory}}
+    adapter = {"model.memory": ADAPTER}
+    if isinstance(stack := target.model.memory, StackMemoryConfig):
+        adapter = chosen | {f"model.memory.{name}": value for name, value in stack.build_adapter().items()}
+    arms |= {PLAIN: {"model.memory": None}, ADAPTER: adapter, SCALE: {"model.memory": SCALE}, memory: chosen}
     lr = target.optimizer.lr
     space: dict[str, Any] = {"optimizer.lr": {"low": lr / FACTOR, "high": lr * FACTOR, "log": True}}
     space["optimizer.memory_lr"] = {"low": lr, "high": lr * FACTOR**3, "log": True, "arms": [SCALE]}
@@ -50,6 +55,15 @@ def build_question(names: list[str], overrides: list[str], memory: str) -> dict[
         "arms": [{"name": name} | values for name, values in arms.items()],
         "tuning": {"trials": TRIALS, "space": space},
     }
+
+
+def _choose_memory(names: list[str], overrides: list[str], memory: str) -> dict[str, Any]:
+    """Return the option that chooses the memory; none for the config's own memory, such as that of a plugin."""
+    if memory not in list_yaml_names(get_group_folder("model.memory")):
+        own = getattr(compose(names, overrides).model, "memory", None)
+        if own is not None and own.kind == memory:
+            return {}
+    return {"model.memory": memory}
 
 
 def write_question(names: list[str], overrides: list[str], memory: str) -> Path:
