@@ -321,7 +321,7 @@ def test_reverse_string_by_a_known_stack(tmp_path, capsys):
     ):
         wrong = write_run(tmp_path / name, *REVERSE, weights=flip(build_reverse, name, index))
         code, printed, record = certify(capsys, wrong, "--exhaustive", "5")
-        assert (code, record["verdict"][:10]) == (1, "differs at")
+        assert (code, record["verdict"][:10], record["automaton"]) == (1, "differs at", None)
         assert "no proof beyond these strings: no head takes the actions" in printed
     deep = write_run(tmp_path / "deep", *REVERSE, "model.num_layers=2", weights=lambda state: state)
     assert "no proof beyond these strings: it requires one layer" in certify(capsys, deep, "--exhaustive", "3")[1]

@@ -203,6 +203,7 @@ def test_sets_can_be_given_on_the_command_line(fitted, corpus, tmp_path, monkeyp
     Path("mine/ice.jsonl").write_text(json.dumps({"text": "def one():\n    return 1\n" * 30}) + "\n")
     Path("mine/left").symlink_to(corpus["left"])
     sets = ("--sets", "words=words.txt, right", "--sets", "v3=mine")
+    Path("to").mkdir()
     assert main(["test", "--run", str(fitted.path), *sets, "--out", "to/out.json", "data.eval_batch_size=64"]) == 0
     record = read_json(Path("to/out.json"))
     assert list(record["sets"]) == ["words", "right", "v3/ice", "v3/left"]
@@ -391,7 +392,7 @@ def test_different_options_use_separate_output_files(fitted, tmp_path):
         ("--sets x=large.npy", 1, "large.npy: token id 50,279"),
         ("--sets x=odd.npy", 1, "odd.npy: 3 bytes"),
         ("--out figures.txt", 2, "validate: --out figures.txt: must end in .json"),
-        ("--out odd.npy/x.json", 1, "odd.npy: File exists; check the path"),
+        ("--out odd.npy/x.json", 2, "--out odd.npy/x.json: the folder odd.npy does not exist; create it first"),
         ("--ckpt_path nowhere", 1, "nowhere: no such checkpoint; give a folder in a run's checkpoints/"),
     ],
 )

@@ -203,3 +203,12 @@ def test_arms_are_named_after_the_trial_or_the_config():
         "runs/exp-20261323": "exp",
     }
     assert {path: name_arm(Path(path)) for path in names} == names
+
+
+def test_a_repeated_key_is_damage(runs):
+    run = runs / "a/20260101-000000-0000"
+    text = (run / "config.yaml").read_text()
+    for old, new in (("\nseed: 0\n", "\nseed: 0\nseed: 7\n"), ("\n  max_steps: ", "\n  max_steps: 3\n  max_steps: ")):
+        assert old in text
+        (run / "config.yaml").write_text(text.replace(old, new))
+        assert "duplicate key" in read_rows(runs)[0]["problem"]

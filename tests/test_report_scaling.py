@@ -7,7 +7,7 @@ import pytest
 from language_runs import finish, write_run
 
 from stackexp import cli
-from stackexp.errors import RunError
+from stackexp.errors import ConfigError, RunError
 from stackexp.reports.scaling import Point, build_scaling, equivalent_factor, fit_power_law, select_series
 from stackexp.tables import ABSENT
 
@@ -117,7 +117,7 @@ def test_families_are_separated_by_options_on_request(tmp_path):
     assert [row[1] for row in rows] == [f"{name} (lr={rate})" for name in names for rate in (0.001, 0.002)]
     assert [row[6] != ABSENT for row in rows] == [False, False, True, True], "the Transformer of the same learning rate"
     assert list_mixed(tmp_path, by=by) == []
-    with pytest.raises(RunError, match=r"--by optimizer.rate: no run has this option"):
+    with pytest.raises(ConfigError, match=r"--by optimizer.rate: no run has this option"):
         build_scaling([tmp_path], by=["optimizer.rate"])
 
 

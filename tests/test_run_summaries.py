@@ -63,6 +63,15 @@ def test_links_are_not_removed_and_a_run_given_twice_is_removed_once(run, capsys
     assert not run.path.exists()
 
 
+def test_damaged_and_unfinished_folders_can_be_shown_and_removed(run, capsys):
+    run.environment.write_text("")
+    assert main(["runs", "show", str(run.path)]) == 0
+    assert "environment.json: not valid JSON" in capsys.readouterr().out
+    run.config.unlink()
+    assert main(["runs", "remove", str(run.path), "--yes"]) == 0
+    assert not run.path.exists()
+
+
 def test_list_show_and_remove(run, capsys):
     assert main(["runs", "list"]) == 0
     rows = capsys.readouterr().out.splitlines()

@@ -77,6 +77,8 @@ def run(
         raise ConfigError(f"certify: --exhaustive: expected at most {limit} for {task}, found {exhaustive}")
     batch_size = regular.BATCH_SIZE if task in REGULAR and can_enumerate(loaded) else None
     machine = Machine(loaded.model, num_symbols, batch_size=batch_size)
+    folder = Path(out) if out else loaded.folder.path / "certificate"
+    folder.mkdir(parents=True, exist_ok=True)
     print(f"{loaded.checkpoint}, {task}\n")
     if task in REGULAR:
         certificate = certify_regular(loaded, machine, strings, max_length, exhaustive)
@@ -84,8 +86,6 @@ def run(
         certificate = certify_stack(loaded, machine, strings, max_length, exhaustive)
     else:
         certificate = certify_brackets(loaded, machine, strings, max_length, exhaustive)
-    folder = Path(out) if out else loaded.folder.path / "certificate"
-    folder.mkdir(parents=True, exist_ok=True)
     write_certificate(certificate, loaded, folder, time.monotonic() - started)
     for title, lines in (("proved", certificate.proved), ("measured", certificate.measured)):
         print("\n".join([f"{title}:", *(f"- {line}" for line in lines), ""]))
@@ -185,13 +185,13 @@ def describe_learned(
     )
     difference = automata.find_difference(learned, expected)
     if difference is None:
-        result.proved.append(
+        result.measured.append(
             "product of the learned and the task's automaton: equal on all strings of any length; each state of the "
             "learned automaton has a string that reaches it, and each pair a string that distinguishes it"
         )
     else:
         shown = format_string(TASKS[task].symbols, difference)
-        result.proved.append(f"product of the learned and the task's automaton: the shortest difference is {shown}")
+        result.measured.append(f"product of the learned and the task's automaton: the shortest difference is {shown}")
     batches = draw_strings(TASKS[task], np.random.default_rng(SEED + 1), num_strings, 1000)
     is_wrong = [learned.outputs[learned.run(b.inputs)[:, -1]] != b.targets[:, 0] for b in batches]
     result.measured.append(
@@ -328,8 +328,9 @@ def certify_stack(
             f"strings"
         )
     add_gap(result, loaded, min(short.gap, long.gap), task.sample(rng, 4, longest).inputs)
-    result.automaton = automata.describe_pushdown(task.name, expected.pushdown)
-    result.figure = picture.draw_pushdown(task.name, expected.pushdown)
+    if result.is_automaton_with is not None:
+        result.automaton = automata.describe_pushdown(task.name, expected.pushdown)
+        result.figure = picture.draw_pushdown(task.name, expected.pushdown)
     return result
 
 

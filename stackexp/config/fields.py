@@ -76,6 +76,8 @@ def wrong_value_error(origin: str, key: str, hint: Any, metadata: Mapping[str, A
     choices = [_spell(choice) for t in types if typing.get_origin(t) is Literal for choice in typing.get_args(t)]
     choices += metadata.get("choices", [])
     suggestion = suggest_name(value, choices) if isinstance(value, str) else ""
+    if value in ("true", "false") and value in choices:
+        suggestion = f"; write {value} without quotes"
     if int in types and isinstance(value, float) and value.is_integer():
         suggestion = f"; write {int(value)}"
     return config_error(origin, key, f"expected {describe_type(hint, metadata)}, found {found}{suggestion}")

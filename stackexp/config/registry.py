@@ -170,6 +170,8 @@ def locate_class(entry: Any, origin: str, folder: Path) -> Any:
     module, colon, attribute = name.rpartition(":") if isinstance(name, str) else ("", "", "")
     file = find_trusted_file(Leaf(module, origin), folder) if colon else None
     if file is None:
+        if module.endswith(".py"):
+            raise config_error(origin, "", f"{module}: file not found; correct the path")
         return entry
     located = f"{file}:{attribute}"
     return {"class": located, "options": options} if isinstance(entry, dict) else located

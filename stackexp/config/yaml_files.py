@@ -160,8 +160,9 @@ def _read_root(reader: _Reader, node: yaml.Node | None) -> tuple[list[Leaf], Tre
 def read_options(path: Path) -> dict[str, Any]:
     """Return the keys of a run's config.yaml as {full key: value}. Raises the errors of `read_file`."""
     with contextlib.suppress(Exception), open_regular(path) as file:  # PyYAML raises any; `read_file` explains it
-        sections = filter(None, re.split(r"(?m)^(?=[a-z_]+:)", file.read()))
-        if options := {key: value for section in sections for key, value in _read_section(section).items()}:
+        sections = map(_read_section, filter(None, re.split(r"(?m)^(?=[a-z_]+:)", file.read())))
+        items = [item for section in sections for item in section.items()]
+        if items and len(options := dict(items)) == len(items):
             return options
     return flatten(read_file(path)[1])
 
@@ -169,7 +170,8 @@ def read_options(path: Path) -> dict[str, Any]:
 @functools.lru_cache(maxsize=10_000)
 def _read_section(text: str) -> dict[str, Any]:
     """Return the keys of one section. Most sections of the runs of a sweep are equal, so their values are kept."""
-    return flatten(_Reader(text, lambda line: "").get_single_data())
+    reader = _Reader(text, lambda line: "")
+    return flatten(reader.read_mapping(reader.get_single_node()))
 
 
 def read_value(text: str, origin: str) -> Leaf | Tree:

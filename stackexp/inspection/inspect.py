@@ -230,7 +230,8 @@ def open_task(run: LoadedRun, name: str) -> InspectionInput:
         raise ConfigError(f"inspect: --task {name}:{length}: the length must be from {shortest} to {MAX_LENGTH}")
     strings = LengthSet(TASKS[name], "validate", int(length or run.config.data.max_length), STRINGS)
     batch = build_batch(strings.sample(), strings.task)
-    labels = [str(token) if token < strings.task.num_symbols else "_" for token in batch["tokens"][0].tolist()]
+    symbols = strings.task.symbols
+    labels = [symbols[token] if token < len(symbols) else "_" for token in batch["tokens"][0].tolist()]
     return InspectionInput(f"{name}, {strings.length} symbols", f"task-{name}-{strings.length}", [batch], labels)
 
 

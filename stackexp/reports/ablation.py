@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stackexp.data.olmo import NAMES
-from stackexp.errors import RunError
+from stackexp.errors import ConfigError, RunError
 from stackexp.frame import Row, get_scores
 from stackexp.modules.scores import get_t_quantile
 from stackexp.reports.arms import (
@@ -80,7 +80,7 @@ def build_ablation(
     V2, the average and the training loss that all arms have; `effect` is the difference in question, in nats.
     """
     if not 0 < effect < math.inf:
-        raise RunError(f"--effect {effect:g}: not a difference in nats; use a positive number such as 0.01")
+        raise ConfigError(f"--effect {effect:g}: not a difference in nats; use a positive number such as 0.01")
     arms, skipped = load_arms(paths)
     finished = {name: rows for name in arms if (rows := select_finished(arms[name]))}
     if baseline in arms and baseline not in finished:

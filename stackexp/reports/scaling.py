@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stackexp.config.affects import find_changed_keys
-from stackexp.errors import RunError
+from stackexp.errors import ConfigError, RunError
 from stackexp.frame import Row, get_options
 from stackexp.modules.scores import NORMAL_QUANTILE, get_t_quantile
 from stackexp.reports.arms import SIZES as MODEL_SIZES
@@ -137,7 +137,7 @@ def build_scaling(
     memory and in the options `by`. Raises RunError if there is nothing to fit.
     """
     if not 0 <= irreducible < math.inf:
-        raise RunError(f"--irreducible {irreducible:g}: not a loss; use 0 or a positive number")
+        raise ConfigError(f"--irreducible {irreducible:g}: not a loss; use 0 or a positive number")
     points, rows, column, _, left_out, notes, source = load_ladder(paths, measure, irreducible, by)
     panels = [panel for quantity in QUANTITIES if (panel := select_series(points, quantity, irreducible))]
     if not panels:
@@ -176,7 +176,7 @@ def load_ladder(
     arms, notes = load_arms(paths)
     rows = [row | {"arm": arm} for arm in arms for row in select_finished(arms[arm])]
     if unknown := [key for key in by if not any(key in row for row in rows)]:
-        raise RunError(f"--by {unknown[0]}: no run has this option; use a key such as optimizer.lr")
+        raise ConfigError(f"--by {unknown[0]}: no run has this option; use a key such as optimizer.lr")
     source = describe_sweep(paths, "ladder")
     if not rows:
         raise RunError("; ".join([f"{', '.join(map(str, paths))}: no finished runs", source, *notes]))
@@ -227,7 +227,9 @@ def _read_points(
         raise RunError(f"no finished run has a loss in column {column!r}; {REMEDY}")
     if not any(loss > irreducible for loss in losses):
         highest = max(loss for loss in losses if not math.isnan(loss))
-        raise RunError(f"--irreducible {irreducible:g}: above every loss ({column}, at most {highest:.3f}); use less")
+        raise ConfigError(
+            f"--irreducible {irreducible:g}: above every loss ({column}, at most {highest:.3f}); use less"
+        )
     scored = [own for own, loss in zip(sets, losses, strict=True) if not math.isnan(loss)]
     most = max(scored, key=scored.count)  # the first one if several have the same number
     runs_on_other_data, unrecorded = _find_other_data(rows)

@@ -43,8 +43,7 @@ class Evaluate(Verb):
             parser.error("--ckpt_path requires --run")
         if args.trust_remote_code and not args.model:
             parser.error("--trust-remote-code requires --model")
-        if args.out and args.out.suffix != ".json":
-            parser.error(f"--out {args.out}: must end in .json")
+        parser.check_output("--out", args.out, [".json"])
         names = [name for names in args.tasks for name in split_names(names)]
         if not names:
             parser.error("--tasks: name tasks, such as smollm2 or arc_easy,piqa")

@@ -32,14 +32,13 @@ class Fit(Verb):
     def run(self, args: Namespace) -> int:
         if args.run is None:
             args.parser.require_config(args)
-        if args.run == "":
-            args.parser.error("--run: expected the path of a run folder, found empty text")
         if args.run and args.ckpt_path:
             args.parser.error(
                 "--run and --ckpt_path exclude each other; --run resumes from the folder's newest checkpoint"
             )
         from stackexp.config import compose, layers
         from stackexp.data.path_checks import check_paths, check_weights
+        from stackexp.runs import RunFolder
         from stackexp.sweeps import is_run_as_fit
 
         if is_run_as_fit(args.config) and not (args.run or args.ckpt_path or args.print_config):
@@ -53,7 +52,8 @@ class Fit(Verb):
             return 0
         args.parser.check_checkpoint(args.ckpt_path)
         check_paths(config.data, "fit")
-        if config.warm_start.weights and not (args.run or args.ckpt_path):  # a resumed run does not need them
+        is_resumed = args.ckpt_path or (args.run and RunFolder(Path(args.run)).newest_checkpoint())
+        if config.warm_start.weights and not is_resumed:
             check_weights(Path(config.warm_start.weights))
         choose_wait_policy()
         from stackexp.training.loop import train

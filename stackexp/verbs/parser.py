@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import re
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
@@ -134,6 +135,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """Return the arguments, with `overrides` and the parser itself as `parser` for later errors."""
+        if any(re.fullmatch("(--[a-z_-]+=)?", argument) for argument in argv):
+            self.error("an argument is empty; a shell variable in the command may not be set")
         args, rest = self.parse_known_args(argv)
         flags = [flag for action in self._actions for flag in action.option_strings]
         for argument in rest:
@@ -160,15 +163,9 @@ class Parser(argparse.ArgumentParser):
         self.add_ckpt_path("best|last|ema|PATH", f"checkpoint (default: {default})")
 
     def add_ckpt_path(self, metavar: str, description: str) -> None:
-        """Add `--ckpt_path`. Empty text is an error: it comes from a shell variable that is not set."""
-
-        def parse(text: str) -> str:
-            if not text:
-                raise argparse.ArgumentTypeError("is empty")
-            return text
-
+        """Add `--ckpt_path`."""
         *self.checkpoint_names, _ = metavar.split("|")
-        self.add_argument("--ckpt_path", metavar=metavar, type=parse, help=description)
+        self.add_argument("--ckpt_path", metavar=metavar, help=description)
 
     def check_run(self, args: argparse.Namespace) -> Path:
         """Return the config.yaml of --run. Raises ConfigError if there is none, RunError for a missing --ckpt_path."""

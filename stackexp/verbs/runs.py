@@ -1,5 +1,6 @@
 """List, show, copy and remove runs."""
 
+import contextlib
 import json
 import shutil
 from argparse import Namespace
@@ -57,11 +58,14 @@ class Show(Verb):
 
     def run(self, args: Namespace) -> int:
         from stackexp import runs
+        from stackexp.errors import RunError
         from stackexp.frame import read_run
         from stackexp.reports.compare import format_run
 
         folder = runs.open_run(args.run)
-        row, sessions = read_run(folder), folder.read_sessions()
+        row, sessions = read_run(folder), []
+        with contextlib.suppress(RunError):  # it is the problem in the row
+            sessions = folder.read_sessions()
         origins = filter(None, (session.get("origin") for session in reversed(sessions)))
         details: dict[str, Any] = {
             "sessions": [{k: session.get(k) for k in ("started", "command", "commit", "host")} for session in sessions],
@@ -132,7 +136,8 @@ class Remove(Verb):
         from stackexp.frame import read_run
         from stackexp.reports.compare import format_size
 
-        folders = [runs.open_run(path) for path in args.runs]
+        marked = [runs.RunFolder(Path(path)) for path in args.runs]  # no config.yaml if `fit` failed before it
+        folders = [folder if folder.is_marked else runs.open_run(str(folder.path)) for folder in marked]
         folders = list({folder.path.resolve(): folder for folder in folders}.values())
         for folder in folders:
             if folder.path.is_symlink():

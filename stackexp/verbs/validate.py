@@ -36,7 +36,7 @@ class Validate(Verb):
         parser.add_argument("--sets", action="append", default=[], metavar="NAME,...", help=sets)
         parser.add_argument("--score-remainder", **flag("score the tokens after the last whole chunk too"))
         out = f"write here instead of RUN/{stage}.json; also writes the table of sets as .md"
-        parser.add_argument("--out", metavar="FILE.json", help=out)
+        parser.add_argument("--out", metavar="FILE.json", type=Path, help=out)
         parser.add_argument("--json", **flag("print the written record instead of the table"))
         if stage == "validate":
             by_position = "loss at each position up to 4 x data.context_length, as a table, JSON and a figure"
@@ -70,9 +70,9 @@ class Validate(Verb):
         choose_wait_policy()
         from stackexp.evaluation.request import EvaluationRequest
 
-        folder, out = RunFolder(Path(args.run)) if args.run else None, Path(args.out) if args.out else None
+        folder = RunFolder(Path(args.run)) if args.run else None
         request = EvaluationRequest(
-            stage, config, folder, args.ckpt_path, tuple(sets), out, tuple(args.overrides), as_json=args.json
+            stage, config, folder, args.ckpt_path, tuple(sets), args.out, tuple(args.overrides), as_json=args.json
         )
         if getattr(args, "by_position", False):
             _score_by_position(request)
@@ -99,8 +99,7 @@ def _check_arguments(args: Namespace) -> None:
         parser.error("--config requires --ckpt_path, the checkpoint to evaluate")
     if args.config and args.ckpt_path in ("best", "last", "ema"):
         parser.error(f"--ckpt_path {args.ckpt_path} requires --run; give the path of a checkpoint")
-    if args.out and not args.out.endswith(".json"):
-        parser.error(f"--out {args.out}: must end in .json")
+    parser.check_output("--out", args.out, [".json"])
     if args.json and not (args.run or args.out):
         parser.error("--json prints the record in --out; give a file")
     if getattr(args, "by_position", False):

@@ -31,9 +31,9 @@ class Verdict(ReportVerb):
     options = (
         ("--memory", setting("NAME", "compare this memory with the usual controls")),
         ("--report", flag("only read finished runs")),
-        ("--dry-run", flag("only print the number of runs and the time left")),
+        ("--dry-run", flag("train nothing; print the number of runs and the time left")),
         ("--budget", setting("FACTOR", "multiply all steps of the file by this", type=parse_factor, default=1.0)),
-        ("--launcher", {"choices": ["local", "slurm"], "default": "local", "help": "default: local"}),
+        ("--launcher", {"choices": ["local", "slurm"], "help": "default: local"}),
         ("--max-parallel", count(1, "runs at once (default: as many as fit)")),
     )
     examples = ("verdict mine.yaml --dry-run", "verdict --memory queue --config ablation/small")
@@ -48,6 +48,10 @@ class Verdict(ReportVerb):
 
         args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)  # before runs that take hours
         args.parser.check_output("--csv", args.csv, [".csv"])
+        if args.dry_run and (args.figure or args.csv or args.markdown or args.latex or args.tables):
+            args.parser.error("--dry-run prints no tables; omit the options of the report")
+        if args.report and (args.launcher or args.max_parallel):
+            args.parser.error("--report starts no runs; omit --launcher and --max-parallel")
         if args.memory and args.file and "=" in args.file:
             args.file, args.overrides = None, [args.file, *args.overrides]
         if (args.file is None) == (args.memory is None):
@@ -73,7 +77,7 @@ class Verdict(ReportVerb):
         from stackexp.reports.interventions import list_unmeasured
 
         for verdict in verdicts if not args.report else ():
-            is_complete = verdict.run(args.launcher, args.max_parallel)
+            is_complete = verdict.run(args.launcher or "local", args.max_parallel)
             if is_complete and verdict.config.interventions_chunks and list_unmeasured(verdict):
                 from stackexp.inspection.pairs import measure_pairs  # imports torch, which takes seconds
 
