@@ -33,6 +33,13 @@ def check_model(folder: Path) -> None:
     check_cache(model, tokens, logits)
     found = model.generate(tokens, attention_mask=torch.ones_like(tokens), **greedy(expected))
     assert found.tolist() == expected["greedy"].tolist()
+    memory = getattr(model.config, "memory", None)  # a model without memory is a Llama
+    if memory is None or memory["axis"] == "depth":
+        static = {"cache_implementation": "static", "disable_compile": True}
+        found = model.generate(tokens, attention_mask=torch.ones_like(tokens), **static, **greedy(expected))
+        assert found.tolist() == expected["greedy"].tolist()
+    if memory is not None:
+        check_refusals(model, tokens)
     beams = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
     cached, uncached = (model.generate(tokens, use_cache=use_cache, **beams) for use_cache in (True, False))
     assert cached.tolist() == uncached.tolist()
@@ -63,6 +70,22 @@ def check_cache(model, tokens, logits) -> None:
         output = model(part, use_cache=True, **{get_cache_name(output): output[get_cache_name(output)]})
         parts.append(output.logits)
     assert_close(torch.cat(parts, 1), logits)
+
+
+def check_refusals(model, tokens) -> None:
+    """Check that options without an effect raise an error; `model.model` can also return a tuple."""
+    assert type(model.model(tokens, return_dict=False)) is tuple
+    packed = {"position_ids": torch.arange(tokens.shape[1])[None] % 4}
+    for options in [{"output_attentions": True}, *[packed] * (model.config.memory["axis"] != "depth")]:
+        assert get_refusal(model, tokens, options).startswith("StackTrans: "), options
+
+
+def get_refusal(model, tokens, options) -> str:
+    try:
+        model(tokens, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def get_cache_name(output) -> str:

@@ -9,9 +9,12 @@ from stackexp.config.memory import (
     DenseFormerConfig,
     HyperConnectionsConfig,
     ManifoldHyperConnectionsConfig,
+    NondeterministicStackConfig,
     ResidualScaleConfig,
     ResidualStackConfig,
+    StackAttentionConfig,
     StackMemoryConfig,
+    StratifiedStackConfig,
     ValueSkipConfig,
 )
 from stackexp.config.model import TransformerConfig
@@ -47,6 +50,13 @@ STACKS = {
     "token_major": {"axis": "token_major", "site": "before_attention"},
 }
 """The Transformer and stacks on every axis."""
+
+TOKEN_MEMORIES = {
+    "stack_attention": StackAttentionConfig(),
+    "stratified_stack": StratifiedStackConfig(num_heads=2, head_dim=3),
+    "nondeterministic_stack": NondeterministicStackConfig(head_dim=3, layers="all"),
+}
+"""The other memories over the tokens."""
 
 
 def make_model(memory: Any = None, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any) -> Transformer:

@@ -10,7 +10,14 @@ from stackexp.config.compose import compose
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import LSTMConfig, TransformerConfig
 from stackexp.models import cross_entropy
-from stackexp.models.cross_entropy import Head, NextTokenLoss, compute_linear_token_losses, linear_cross_entropy
+from stackexp.models.cross_entropy import (
+    NO_TARGET,
+    Head,
+    NextTokenLoss,
+    compute_linear_token_losses,
+    compute_losses,
+    linear_cross_entropy,
+)
 from stackexp.models.transformer import Transformer
 from stackexp.modules.language_modeling import LanguageModeling
 
@@ -32,6 +39,15 @@ def compute_unchunked(inputs, tokens, z_loss):
     cross_entropy = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     z = logits.logsumexp(-1).square().mean()
     return cross_entropy + z_loss * z, cross_entropy, z
+
+
+def test_the_z_loss_is_a_mean_over_positions_with_a_target():
+    (hidden, weight), tokens = make_inputs()
+    logits, targets = F.linear(hidden, weight), tokens.clone()
+    targets[:, 1::2] = NO_TARGET
+    losses = compute_losses(logits, targets, z_loss=0.25)
+    torch.testing.assert_close(losses.z, logits[:, ::2].logsumexp(-1).square().mean())
+    torch.testing.assert_close(losses.total, losses.cross_entropy + 0.25 * losses.z)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)

@@ -392,7 +392,11 @@ def test_different_options_use_separate_output_files(fitted, tmp_path):
         ("--sets x=large.npy", 1, "large.npy: token id 50,279"),
         ("--sets x=odd.npy", 1, "odd.npy: 3 bytes"),
         ("--out figures.txt", 2, "validate: --out figures.txt: must end in .json"),
-        ("--out odd.npy/x.json", 2, "--out odd.npy/x.json: the folder odd.npy does not exist; create it first"),
+        (
+            "--out odd.npy/x.json",
+            2,
+            "validate: --out odd.npy/x.json: the folder odd.npy does not exist",
+        ),
         ("--ckpt_path nowhere", 1, "nowhere: no such checkpoint; give a folder in a run's checkpoints/"),
     ],
 )

@@ -370,6 +370,9 @@ def test_a_memory_with_another_interface_is_refused():
     model = decoder_config()
     with pytest.raises(RunError, match=r"Old\.forward: has no argument previous; see Memory\.forward"):
         check_interface(Old(None, model, 0))
+    for key in ("site", "axis"):
+        with pytest.raises(RunError, match=f"Unknown.{key}: expected one of .*, found 'after_ffn'"):
+            check_interface(type("Unknown", (Memory,), {key: "after_ffn"})(None, model, 0))
     with pytest.raises(RunError, match="site each_sublayer requires axis depth or token_major, found time"):
         check_interface(Everywhere(None, model, 0))
 

@@ -100,6 +100,12 @@ def test_muon_requires_the_fans_of_a_memory():
         build_muon(MuonConfig(), model)
 
 
+def test_muon_requires_a_matrix():
+    model = registry.build("model", compose(["formal/lstm"], []).model)
+    with pytest.raises(RunError, match="muon: the model has no matrix between embedding and output; use adamw"):
+        build_muon(MuonConfig(), model)
+
+
 def test_muon_resumes_bit_for_bit():
     config = MuonConfig(lr=0.01)
     whole = build_decoder()
@@ -127,6 +133,17 @@ def test_a_memory_names_matrices_without_decay():
     names = {p: name for name, p in model.named_parameters()}
     groups = build_muon(MuonConfig(), model).param_groups
     assert "layers.0.memory.action_bias" not in {names[p] for p in groups[0]["params"]}
+
+
+def test_names_without_decay_may_have_dots_and_must_exist():
+    model = registry.build("model", compose(["quickstart"], [*SMALL, "model.memory=value_skip"]).model)
+    memory = model.layers[0].memory
+    memory.no_decay = ("down.weight",)
+    decay = option_of_parameters(model, build_adamw(AdamWConfig(weight_decay=0.3), model), "weight_decay")
+    assert (decay["layers.0.memory.down.weight"], decay["layers.1.memory.down.weight"]) == (0.0, 0.3)
+    memory.no_decay = ("down.wait",)
+    with pytest.raises(RunError, match=r"ValueSkip.no_decay: the memory has no parameter down.wait"):
+        build_adamw(AdamWConfig(), model)
 
 
 WARMUP = {"warmup_steps": 10}

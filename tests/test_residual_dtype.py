@@ -3,7 +3,7 @@
 import pytest
 import small_models
 import torch
-from small_models import VARIANTS, make_tokens
+from small_models import STACKS, TOKEN_MEMORIES, VARIANTS, make_tokens
 
 from stackexp.config.compose import compose
 from stackexp.errors import ConfigError
@@ -14,10 +14,13 @@ def compute_gradients(model, output):
     return torch.autograd.grad(score, list(model.parameters()), allow_unused=True)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+MEMORIES = VARIANTS | STACKS | TOKEN_MEMORIES
+
+
+@pytest.mark.parametrize("variant", MEMORIES)
 def test_hidden_states_are_bfloat16_and_gradients_float32(variant):
     """The results differ from those of a float32 stream by the rounding of a few layers."""
-    model, tokens = small_models.make_model(VARIANTS[variant], torch.float32, num_layers=2), make_tokens()
+    model, tokens = small_models.make_model(MEMORIES[variant], torch.float32, num_layers=2), make_tokens()
     results, dtypes = [], []
     for layer in model.layers:
         layer.register_forward_hook(lambda module, inputs, outputs: dtypes.append(outputs[0].dtype))
@@ -27,7 +30,8 @@ def test_hidden_states_are_bfloat16_and_gradients_float32(variant):
         with torch.autocast("cpu", torch.bfloat16):
             output = model(tokens, return_hidden=True)
         results.append((output.hidden.float(), compute_gradients(model, output)))
-    assert dtypes == [torch.float32] * 2 + [torch.bfloat16] * 2
+    calls = len(dtypes) // 2  # once per token for token_major
+    assert dtypes == [torch.float32] * calls + [torch.bfloat16] * calls
     (wanted, gradients), (got, got_gradients) = results
     assert 0 < (got - wanted).norm() < 0.02 * wanted.norm()
     for name, gradient, other in zip(dict(model.named_parameters()), got_gradients, gradients, strict=True):

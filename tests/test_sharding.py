@@ -1,21 +1,28 @@
 """Sharded initialization, and training with every strategy: the same as in one process."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
+import small_models
 import torch
 from forks import Forks
 from records import assert_close, losses, only_run
+from small_models import STACKS, TOKEN_MEMORIES, VARIANTS, make_tokens
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from stackexp.config.compose import compose
+from stackexp.config.trainer import TrainerConfig
+from stackexp.models.sharding import build_mesh, shard_model
 from stackexp.modules.language_modeling import LanguageModeling
+from stackexp.modules.metrics import StepMetrics
 from stackexp.runs import RunFolder
 
+MEMORIES = VARIANTS | STACKS | TOKEN_MEMORIES
 PLUGIN = Path(__file__).with_name("linear_memory.py")
 SMALL = ["hidden_size=32", "num_layers=3", "intermediate_size=40", "num_heads=2", "num_kv_heads=1", "vocab_size=301"]
 SMALL = [f"model.{option}" for option in SMALL] + ["data.vocab_size=301", "seed=7"]
@@ -67,6 +74,40 @@ def compare_weights(options: dict[str, list[str]]) -> int:
 def test_sharded_weights_equal_those_of_one_process(tmp_path):
     equal = Forks(tmp_path).run(MODELS, ranks=2, function=compare_weights).splitlines()
     assert set(equal) >= {f"{strategy} {name}" for strategy in ("fsdp", "hsdp") for name in MODELS}
+
+
+def compare_forwards(names: list[str]) -> int:
+    """Compare logits and statistics of every memory with those of its sharded copy; print those that are equal.
+
+    Scalars, such as gates, are changed by less than the precision of bfloat16.
+    """
+    distributed.init_process_group("gloo")
+    for precision, name in product(("32-true", "bf16-mixed"), names):
+        models = [small_models.make_model(MEMORIES[name], torch.float32, num_layers=2).eval() for _ in range(2)]
+        for parameter in (p for model in models for memory in model.memories for p in memory.parameters()):
+            parameter.data.mul_(1 + 1e-3 * (parameter.ndim < 2))
+        trainer = TrainerConfig(strategy="fsdp", precision=precision, devices=2)
+        shard_model(models[1], build_mesh("cpu", trainer), trainer)
+        found = []
+        for model in models:
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                output = model(make_tokens(), probe=True)
+            metrics = StepMetrics()
+            for i, probe in enumerate(output.probes):
+                for key, value in probe.items():
+                    metrics.add(f"{i}/{key}", value)
+            found.append((output.logits, metrics.drain()))
+        (logits, expected), (other, statistics) = found
+        is_equal = torch.allclose(logits, other, rtol=0, atol=1e-6) and statistics == pytest.approx(expected)
+        if is_equal and distributed.get_rank() == 0:
+            print(f"{precision} {name}")
+    distributed.destroy_process_group()
+    return 0
+
+
+def test_sharded_memories_compute_what_one_process_computes(tmp_path):
+    equal = Forks(tmp_path).run(list(MEMORIES), ranks=2, function=compare_forwards).splitlines()
+    assert set(equal) >= {f"{precision} {name}" for precision in ("32-true", "bf16-mixed") for name in MEMORIES}
 
 
 def measure_memory(overrides: list[str]) -> int:

@@ -6,21 +6,18 @@ from dataclasses import replace
 import pytest
 import small_models
 import torch
-from small_models import B, T, make_tokens
+from small_models import TOKEN_MEMORIES, B, T, make_tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from stackexp.config import registry
 from stackexp.config.compose import compose
-from stackexp.config.memory import NondeterministicStackConfig, StackAttentionConfig, StratifiedStackConfig
+from stackexp.config.memory import NondeterministicStackConfig
 from stackexp.models.memories.nondeterministic_stack import SumRuns
 from stackexp.models.memories.stratified_stack import compute_weights
 from stackexp.models.transformer import Cache
 
-MEMORIES = {
-    "stack_attention": StackAttentionConfig(),
-    "stratified_stack": StratifiedStackConfig(num_heads=2, head_dim=3),
-    "nondeterministic_stack": NondeterministicStackConfig(head_dim=3, layers="all"),
-    "nondeterministic_middle": NondeterministicStackConfig(num_states=1, num_symbols=3, head_dim=3),
+MEMORIES = TOKEN_MEMORIES | {
+    "nondeterministic_middle": NondeterministicStackConfig(num_states=1, num_symbols=3, head_dim=3)
 }
 
 
@@ -194,6 +191,19 @@ def test_nondeterministic_stack_adds_the_expected_top():
         read = torch.einsum("tyra,am->tyrm", masses, vectors[b]).flatten(1)
         torch.testing.assert_close(new_h[b], h[b] + read @ memory.up.weight.T)
     assert stats["read_share"].item() == pytest.approx(((new_h - h).norm(dim=-1) / h.norm(dim=-1)).mean().item())
+
+
+@pytest.mark.parametrize("move", range(3))
+def test_logits_far_apart_stay_finite(move):
+    """Without a limit, the weight of every run underflows if all tokens prefer a move that their mode does not have."""
+    model = make_model("nondeterministic_stack").float()
+    for memory in model.memories:
+        first = (0, memory.num_modes, 2 * memory.num_modes)[move]
+        memory.transitions.bias.data.view(memory.num_modes, -1)[0, first] += 500
+    logits = model(make_tokens()).logits
+    logits.square().mean().backward()
+    assert logits.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
 def test_only_the_middle_layer_has_a_stack():

@@ -110,10 +110,7 @@ class TransformerConfig:
         elif self.positional == "rope" and (self.hidden_size // self.num_heads) % 2:
             head_size = self.hidden_size // self.num_heads
             yield "num_heads", f"RoPE requires an even head size, but hidden_size / num_heads = {head_size}"
-        if self.rope_scaling != "none" and self.positional != "rope":
-            yield "rope_scaling", f"requires positional: rope, found {self.positional}"
-        if self.rope_scaling == "llama3" and self.rope_low_freq_factor >= self.rope_high_freq_factor:
-            yield "rope_low_freq_factor", f"must be less than rope_high_freq_factor {self.rope_high_freq_factor}"
+        yield from self._find_rope_errors()
         if self.mup_base_size is not None and (self.init != "fan_in" or self.embedding_std is None):
             yield "mup_base_size", "requires init: fan_in and a value of embedding_std, the same for all widths"
         if self.num_heads % self.num_kv_heads:
@@ -128,6 +125,14 @@ class TransformerConfig:
             yield "hidden_size", f"positional: sinusoidal requires an even hidden_size, found {self.hidden_size}"
         if self.tie_embeddings and self.output_vocab_size not in (None, self.vocab_size):
             yield "tie_embeddings", "an output_vocab_size other than vocab_size requires tie_embeddings: false"
+
+    def _find_rope_errors(self) -> Errors:
+        if self.rope_scaling == "none" and self.rope_factor != 8:
+            yield "rope_factor", "requires rope_scaling: linear or llama3"
+        if self.rope_scaling != "none" and self.positional != "rope":
+            yield "rope_scaling", f"requires positional: rope, found {self.positional}"
+        if self.rope_scaling == "llama3" and self.rope_low_freq_factor >= self.rope_high_freq_factor:
+            yield "rope_low_freq_factor", f"must be less than rope_high_freq_factor {self.rope_high_freq_factor}"
 
 
 @dataclass

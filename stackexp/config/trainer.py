@@ -84,6 +84,8 @@ class TrainerConfig:
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""
         yield from find_class_errors("callbacks", self.callbacks)
+        if self.skip_spikes and self.spike_threshold is None:
+            yield "skip_spikes", "requires spike_threshold, found null"
         if self.strategy == "single" and self.world_size > 1:
             yield "strategy", f"single supports one device, not {self.world_size}; use ddp, fsdp or hsdp"
         if self.precision == "64-true" and self.is_sharded:

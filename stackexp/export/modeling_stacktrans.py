@@ -27,11 +27,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 # transformers has renamed arguments: past_key_values -> cache in 5.24, input_embeds -> inputs_embeds in 5.0
 CACHE = "cache" if "cache" in inspect.signature(LlamaDecoderLayer.forward).parameters else "past_key_values"
 MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters
+ATTENTION_ARGUMENTS = inspect.signature(LlamaAttention.forward).parameters
 
 
 class StackTransConfig(LlamaConfig):
@@ -227,12 +228,16 @@ class StackTransModel(StackTransPreTrainedModel, LlamaModel):
         """Return the last hidden states, the cache, and with `output_hidden_states` the input of each layer."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("StackTrans: give either input_ids or inputs_embeds")
+        if kwargs.get("output_attentions"):
+            raise ValueError("StackTrans: output_attentions is not supported; omit it")
         h = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
         cache = self._prepare_cache(kwargs.get("cache", kwargs.get("past_key_values")), use_cache, attention_mask)
         start, length = cache.get_seq_length() if cache is not None else 0, h.shape[1]
         if position_ids is None:
             position_ids = torch.arange(start, start + length, device=h.device)[None]
+        elif self.axis != "depth" and attention_mask is None and (position_ids.diff() <= 0).any():
+            raise ValueError(f"StackTrans: axis {self.axis} cannot separate packed documents; give one per row")
         if self.axis == "token_major":  # all layers for one token, then the next token
             masks = [None if attention_mask is None else attention_mask[:, : start + t + 1] for t in range(length)]
             columns = zip(h.split(1, 1), masks, position_ids.split(1, 1), strict=True)
@@ -242,7 +247,8 @@ class StackTransModel(StackTransPreTrainedModel, LlamaModel):
             inputs = self._run_layers(h, cache, attention_mask, position_ids)
         h = self.norm(inputs[-1])
         hidden = (*inputs[:-1], h) if kwargs.get("output_hidden_states") else None
-        return BaseModelOutputWithPast(h, hidden_states=hidden, **{CACHE: cache if use_cache else None})
+        output = BaseModelOutputWithPast(h, hidden_states=hidden, **{CACHE: cache if use_cache else None})
+        return output.to_tuple() if kwargs.get("return_dict") is False else output
 
     def _prepare_cache(self, cache, use_cache, attention_mask):
         """Return the cache of this call. That of the axes time and token_major also holds the stacks."""
@@ -270,6 +276,8 @@ class StackTransModel(StackTransPreTrainedModel, LlamaModel):
         causal_mask = create_causal_mask(**{name: value for name, value in known.items() if name in MASK_ARGUMENTS})
         positions = self.rotary_emb(h, position_ids)
         attention_inputs = {"attention_mask": causal_mask, "position_embeddings": positions, CACHE: cache}
+        if "cache_position" in ATTENTION_ARGUMENTS:  # static caches of transformers 4.57 write there
+            attention_inputs["cache_position"] = known["cache_position"]
         has_padding = self.axis != "depth" and attention_mask is not None
         is_token = attention_mask[:, -length:].bool() if has_padding else None
         stacks = cache.stacks if isinstance(cache, StackTransCache) else {}

@@ -81,7 +81,8 @@ def compute_losses(logits: Tensor, targets: Tensor, z_loss: float = 0.0, label_s
         total = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
     if not z_loss:
         return Losses(total, cross_entropy.detach(), None)
-    z = logits.logsumexp(-1).square().mean()
+    has_target = targets != NO_TARGET
+    z = (logits.logsumexp(-1).square() * has_target).sum() / has_target.sum()
     return Losses(total + z_loss * z, cross_entropy.detach(), z.detach())
 
 

@@ -27,12 +27,15 @@ def build_mesh(device_type: str, trainer: TrainerConfig) -> DeviceMesh:
 def shard_model(model: nn.Module, mesh: DeviceMesh, trainer: TrainerConfig) -> None:
     """Shard a decoder in place: one unit per block; embedding, last norm and head in the root unit.
 
-    With bf16-mixed, blocks are gathered in bfloat16 and gradients are reduced in float32. The root unit stays in
-    float32, so that the residual stream equals that of autocast on one device.
+    With bf16-mixed, blocks are gathered in bfloat16 and gradients are reduced in float32. The root unit and memories,
+    which form units of their own, stay in float32, so that the residual stream equals that of autocast on one device:
+    a gate near 1 in bfloat16 would move in steps of 0.4 %.
     """
     policy = MixedPrecisionPolicy()
     if trainer.precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        for memory in getattr(model, "memories", ()):
+            fully_shard(memory, mesh=mesh, reshard_after_forward=False)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=trainer.reshard_after_forward)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)

@@ -43,6 +43,8 @@ def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
         for p in parameters
         if p.ndim == 2 and min(p.shape) > 1 and fans.get(p) in MUON_EXPONENTS and p not in excluded
     }
+    if not matrices:
+        raise RunError("optimizer.kind: muon: the model has no matrix between embedding and output; use adamw")
     others = [p for p in parameters if p not in matrices]
     muon = torch.optim.Muon(
         group_parameters(config, model, [p for p in parameters if p in matrices], MUON_EXPONENTS),
@@ -111,8 +113,19 @@ def _find_fans(model: nn.Module, is_required: bool) -> dict[Tensor, str]:
 
 
 def _find_undecayed(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that memories name in `no_decay`, without those that an option removed."""
-    return {getattr(memory, name) for memory in getattr(model, "memories", ()) for name in memory.no_decay} - {None}
+    """Return the parameters that memories name in `no_decay`, without those that an option removed (None).
+
+    Raises RunError for another name.
+    """
+    found = set()
+    for memory in getattr(model, "memories", ()):
+        parameters = dict(memory.named_parameters())
+        for name in memory.no_decay:
+            if name in parameters:
+                found.add(parameters[name])
+            elif getattr(memory, name, "") is not None:
+                raise RunError(f"{type(memory).__name__}.no_decay: the memory has no parameter {name}")
+    return found
 
 
 def _build_adamw(config: AdamWConfig, groups: list[dict[str, Any]]) -> torch.optim.AdamW:

@@ -15,6 +15,8 @@ from stackexp.config.model import TransformerConfig
 from stackexp.errors import RunError
 
 CONTRACT = "see Memory.forward in stackexp/models/memories/base.py"
+AXES = ("depth", "time", "token_major")
+SITES = ("after_block", "after_attention", "before_attention", "each_sublayer")
 EACH_SUBLAYER = ("after_attention", "after_block")  # the sites of `site = "each_sublayer"`
 
 Fan = Literal["in", "out", "both", "none", "vectors"]
@@ -133,8 +135,11 @@ class EmbeddingSkip(Memory):
 
 
 def check_interface(memory: Memory) -> None:
-    """Raise RunError if a memory's `forward` lacks an argument, or its axis does not support its site."""
+    """Raise RunError for an unknown axis or site, both unsupported together, or a missing argument of `forward`."""
     name = type(memory).__name__
+    for key, choices in (("axis", AXES), ("site", SITES)):
+        if (found := getattr(memory, key)) not in choices:
+            raise RunError(f"{name}.{key}: expected one of {', '.join(choices)}, found {found!r}")
     if missing := {"previous", "probe"} - inspect.signature(memory.forward).parameters.keys():
         raise RunError(f"{name}.forward: has no argument {', '.join(sorted(missing))}; {CONTRACT}")
     if memory.site == "each_sublayer" and memory.axis == "time":
@@ -152,6 +157,7 @@ def apply_memory(memory: Memory, h: Tensor, state: State, previous: Tensor, prob
         new_h = list(output[0].shape) if isinstance(output[0], Tensor) else type(output[0]).__name__
         found = f"h {new_h} instead of {list(h.shape)}"
     else:
-        return output
+        new_h, state, stats = output
+        return new_h, state, {key: value.clone() for key, value in stats.items()}  # FSDP frees weights that they view
     name = type(memory).__name__
     raise RunError(f"{name}.forward: expected (h [B, T, d], state, statistics), found {found}; {CONTRACT}")

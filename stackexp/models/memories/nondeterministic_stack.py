@@ -11,20 +11,24 @@ from stackexp.config.model import TransformerConfig
 from stackexp.models.layers import Linear, init_weight_, widen
 from stackexp.models.memories.base import Memory, Stats, compute_read_share
 
+MAX_LOGIT_GAP = (
+    30.0  # moves are at most this much less likely, or weights and gradients of the only run could underflow
+)
+
 
 class NondeterministicStackState(NamedTuple):
     """The state after N tokens; see `SumRuns`."""
 
     segments: Tensor  # [B, G, (N+1) P, (N+1) Q]
     modes: Tensor  # [B, N+2, P]
-    vectors: Tensor  # [B, N+1, m], the vectors of the bottom and of all pushes
+    vectors: Tensor  # [B, N, m], the vectors of all pushes
 
 
 class NondeterministicStack(Memory):
     """h_t + W_up r_t: the expected top of the stack over all runs of a pushdown automaton with Q states and G symbols.
 
     An element of the stack is a symbol with a vector. A transition depends on state and top symbol, and has a positive
-    weight, the exponential of a linear map of h_t. It changes the state and
+    weight, the exponential of a linear map of h_t, at least e^-30 of the largest. It changes the state and
 
         pushes     a symbol with the vector v_t = sigmoid(W_v h_t),
         replaces   the top symbol, and keeps its vector, or
@@ -68,8 +72,7 @@ class NondeterministicStack(Memory):
         segments = wide.new_zeros(len(h), config.num_symbols, self.num_modes, config.num_states)
         segments[:, 0, 0, 0] = 1
         modes = F.one_hot(torch.zeros(len(h), 2, dtype=torch.int64, device=h.device), self.num_modes).to(wide.dtype)
-        bottom = self.bottom.to(wide.dtype).sigmoid().expand(len(h), 1, -1)
-        return NondeterministicStackState(segments, modes, bottom)
+        return NondeterministicStackState(segments, modes, wide.new_zeros(len(h), 0, self.config.head_dim))
 
     def forward(
         self, h: Tensor, state: NondeterministicStackState, previous: Tensor | None = None, probe: bool = False
@@ -81,16 +84,18 @@ class NondeterministicStack(Memory):
         if not self.is_active:
             return h, state, {}
         logits = widen(self.transitions(h))
-        weights = (logits - logits.amax(-1, keepdim=True)).exp().unflatten(-1, (self.num_modes, -1))
+        logits = (logits - logits.amax(-1, keepdim=True)).clamp_min(-MAX_LOGIT_GAP)
+        weights, pushed = logits.exp().unflatten(-1, (self.num_modes, -1)), widen(self.values(h)).sigmoid()
         moves = weights.split([self.num_modes, self.num_modes, self.config.num_states], -1)
         with torch.autocast(h.device.type, enabled=False):
-            vectors = torch.cat([state.vectors, widen(self.values(h)).sigmoid()], 1)
+            bottom = self.bottom.to(pushed.dtype).sigmoid().expand(len(h), 1, -1)
+            vectors = torch.cat([bottom, state.vectors, pushed], 1)
             masses, segments, modes = SumRuns.apply(*moves, state.segments, state.modes)
             masses = masses / masses.sum((2, 3, 4), keepdim=True)
             read = (masses @ vectors[:, None, None]).flatten(2)  # [B, T, P * m]
         added = self.up(read.to(h.dtype))
         stats = {"read_share": compute_read_share(added, h)} if probe else {}
-        return h + added, NondeterministicStackState(segments, modes, vectors), stats
+        return h + added, NondeterministicStackState(segments, modes, vectors[:, 1:]), stats
 
     def flops_per_token(self, context_length: int) -> float:
         """Count the projections, the pops (T^2 / 3 pairs of earlier tokens, averaged) and the dense read."""
