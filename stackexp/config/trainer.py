@@ -64,7 +64,7 @@ class TrainerConfig:
 
     compile: Literal["auto", True, False] = option("auto", affects="execution")
     """Compile attention, feed-forward network and loss with torch.compile, once for all layers; auto: on CUDA, for
-    language modeling with a memory whose axis is not token_major."""
+    language models without a token_major memory."""
     activation_checkpointing: bool = option(False, affects="execution")
     """Recompute the activations of each block in the backward pass to save memory."""
     recompute: Literal["all", "selective"] = option("all", affects="execution")

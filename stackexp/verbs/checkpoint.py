@@ -16,7 +16,7 @@ class Average(Verb):
     --ckpt_path average.safetensors`. A run keeps trainer.keep_checkpoints checkpoints.
     """
 
-    examples = ("checkpoint average --run runs/quickstart/ID --last 3 --to average.safetensors",)
+    examples = ("checkpoint average --run runs/quickstart/ID --last 2 --to average.safetensors",)
 
     def add_arguments(self, parser: Parser) -> None:
         parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
