@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from stackexp.stack import eager, projection, reference
+from stackexp.stack import eager, reference
 from stackexp.stack.triton import coefficients, depth_step
 
 STEP_MODULES = {"reference": "reference", "eager": "eager", "numba": "numba.time_scan", "triton": "triton.depth_step"}
@@ -93,16 +93,15 @@ def choose_scan_module(x: Tensor) -> ModuleType:
 def choose_products(h: Tensor, dtype: torch.dtype) -> ModuleType | None:
     """Return the module with the fused products for h, or None for separate operations; log the choice on CUDA.
 
-    `dtype` is the dtype of the products. On CPUs it must be that of h: float32 or float64. On CUDA it must have 16
-    bits; float32 requires the implementation `triton`, because PyTorch's products are faster. With `triton`, a fake h
-    gets what `auto` would choose on CUDA, so that `plan` counts that memory.
+    They exist for CUDA. `dtype`, that of the products, must have 16 bits; float32 requires the implementation `triton`,
+    because PyTorch's products are faster. With `triton`, a fake h gets what `auto` would choose on CUDA, so that `plan`
+    counts that memory.
     """
     is_fake = _requested == "triton" and isinstance(h, FakeTensor)
     if _requested in ("reference", "eager") or not (is_fake or _is_executed_eagerly(h)):
         return None
-    if _requested != "triton" and h.device.type == "cpu":
-        return projection if dtype == h.dtype and dtype in (torch.float32, torch.float64) else None
-    can_run = is_fake or h.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    is_interpreted = _requested == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    can_run = is_fake or is_interpreted or h.device.type == "cuda"
     is_slow = dtype == torch.float32 and (is_fake or _requested != "triton")
     if not (HAS_TRITON and can_run) or is_slow or dtype == torch.float64 or _requested == "numba":
         return None

@@ -6,7 +6,7 @@ all gradients but dR:
 
     dx = dx + A^T dlogits      dh = g dh' + W_down^T dx      dW_down = dx^T h      dW_up = dh'^T R      dg = h . dh'
 
-The functions `compute_...` are the products on a CPU; `triton.projection` has those on CUDA. Tensors are contiguous.
+`triton.projection` has the products `compute_...`. Tensors are contiguous.
 """
 
 from types import ModuleType
@@ -15,9 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.nn import functional as F
-
-NUM_ACTIONS = 3
 
 
 class Link(NamedTuple):
@@ -129,47 +126,3 @@ class _ProjectUp(torch.autograd.Function):
         read, up = ctx.saved_tensors
         to_read = ctx.products.compute_down(to_new_h.contiguous(), up.T, read.shape[-2])[0]
         return to_read, None, None, None, None, to_new_h, read
-
-
-def compute_down(
-    h: Tensor, weight: Tensor, heads: int, actions: Tensor | None = None, keeps_h: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return x = W h [..., H, D] in the dtype of the weight [H*D, d], the logits A x or None, and h.
-
-    With `keeps_h`, the returned h has the dtype of the weight, so that autograd saves less.
-    """
-    x = F.linear(h, weight)
-    logits = None if actions is None else F.linear(x, torch.block_diag(*actions)).unflatten(-1, (heads, NUM_ACTIONS))
-    return x.unflatten(-1, (heads, -1)), logits, h
-
-
-def compute_up(
-    h: Tensor,
-    read: Tensor,
-    weight: Tensor,
-    gate: Tensor,
-    actions: Tensor | None = None,
-    to_logits: Tensor | None = None,
-    x: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return g h + W^T R [..., d] for a weight [H*D, d], R [..., H, D], and None.
-
-    With `actions` A, R is the gradient of x [..., H, D] without that through the logits A x. The whole gradient
-    replaces R, and the gradient of A [H, 3, D] replaces None.
-    """
-    rows, to_actions = read.flatten(0, -3).flatten(1), None
-    if actions is not None:
-        heads, _, size = actions.shape
-        to_logits = to_logits.view(len(rows), heads * NUM_ACTIONS)
-        rows = torch.addmm(rows, to_logits, torch.block_diag(*actions))
-        products = (to_logits.T @ x.view(rows.shape)).view(heads, NUM_ACTIONS, heads, size)
-        to_actions = products.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    new_h = torch.addmm(h.flatten(0, -2), rows, weight, beta=float(gate))
-    return new_h.view(h.shape), rows.view(read.shape), to_actions
-
-
-def compute_weight_grads(h: Tensor, to_new_h: Tensor, to_x: Tensor, read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of W_down [H*D, d], W_up [d, H*D] and g [1]."""
-    h, to_new_h = h.flatten(0, -2), to_new_h.flatten(0, -2)
-    to_x, read = (rows.flatten(0, -3).flatten(1) for rows in (to_x, read))
-    return to_x.T @ h, to_new_h.T @ read, torch.dot(h.flatten(), to_new_h.flatten()).view(1)

@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from stackexp.stack.projection import NUM_ACTIONS
-
+NUM_ACTIONS = 3
 CHUNK = 64  # elements of a token that a program loads at once
 NUM_PROGRAMS = 256  # of `weights_kernel` at most: two per multiprocessor of an H200
 
@@ -50,7 +49,11 @@ def make_settings(hidden: int, x: Tensor, tokens: int) -> Settings:
 def compute_down(
     h: Tensor, weight: Tensor, heads: int, actions: Tensor | None = None, keeps_h: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """See `stackexp.stack.projection.compute_down`. The weight may have any strides."""
+    """Return x = W h [..., H, D] in the dtype of the weight [H*D, d], the logits A x or None, and h.
+
+    With `keeps_h`, the returned h has the dtype of the weight, so that autograd saves less. The weight may have any
+    strides.
+    """
     x = h.new_empty((*h.shape[:-1], heads, len(weight) // heads), dtype=weight.dtype)
     logits = None if actions is None else x.new_empty((*x.shape[:-1], NUM_ACTIONS))
     copy = torch.empty_like(h, dtype=x.dtype) if keeps_h and h.dtype != x.dtype else None
@@ -76,7 +79,11 @@ def compute_up(
     to_logits: Tensor | None = None,
     x: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `stackexp.stack.projection.compute_up`. The gradient of A is float32."""
+    """Return g h + W^T R [..., d] for a weight [H*D, d], R [..., H, D], and None.
+
+    With `actions` A, R is the gradient of x [..., H, D] without that through the logits A x. The whole gradient
+    replaces R, and the gradient of A [H, 3, D] in float32 replaces None.
+    """
     settings = make_settings(h.shape[-1], read, tokens=64)
     num_tokens = h.shape[:-1].numel()
     new_h, total, parts = torch.empty_like(h), read, None
@@ -96,7 +103,7 @@ def compute_up(
 
 
 def compute_weight_grads(h: Tensor, to_new_h: Tensor, to_x: Tensor, read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See `stackexp.stack.projection.compute_weight_grads`. The gradients are float32."""
+    """Return the gradients of W_down [H*D, d], W_up [d, H*D] and g [1] in float32."""
     settings = make_settings(h.shape[-1], read, tokens=64)
     num_tokens = h.shape[:-1].numel()
     num_chunks = triton.cdiv(settings.hidden, settings.chunk)
