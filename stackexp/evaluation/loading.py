@@ -170,16 +170,17 @@ def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRu
 
     Args:
         path: The run folder, runs/<name>/<id>.
-        checkpoint: "best", "last" or the path of a checkpoint. None: the best by validation, or else the last.
+        checkpoint: "best", "last", "ema" or the path of a checkpoint. None: the newest, for formal languages the best
+            by validation, as in `validate` and `test`.
 
     Raises:
         RunError: `path` is not a run folder, or the checkpoint is missing or does not fit the config.
         ConfigError: The run has a plugin outside the current project, and STACKEXP_TRUST_PLUGINS is not 1.
     """
     folder = runs.open_run(str(path))
-    load_config(folder.config)  # a plugin or a bad config fails before a missing checkpoint
-    chosen = str(checkpoint) if checkpoint else "best" if folder.best_checkpoint() else "last"
-    run = _load(folder, checkpoints.find_checkpoint(folder, chosen), ())
+    objective = build_objective(load_config(folder.config))  # a bad config fails before a missing checkpoint
+    path = checkpoints.find_checkpoint(folder, str(checkpoint)) if checkpoint else objective.choose_checkpoint(folder)
+    run = _load(folder, path, ())
     warn_about_options(run.checkpoint, run.config)  # config.yaml can be edited
     return run
 

@@ -20,7 +20,7 @@ class Certify(Verb):
     examples = ("certify --run RUN", "certify --run RUN --exhaustive 18 --out certificate")
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.add_checkpoint("the best, or newest")
+        parser.add_checkpoint("the best by validation")
         parser.add_argument("--strings", **count(100, "random strings", 10_000))
         parser.add_argument("--max-length", **count(20, "symbols of the longest string that is tried", 1000))
         exhaustive = "compare all strings of up to N symbols (default: about 100,000 strings)"

@@ -35,7 +35,7 @@ class Generate(Verb):
         from stackexp.training.trainer import find_device_type
 
         set_up_log()
-        run = load_run(args.run, args.ckpt_path or "last")
+        run = load_run(args.run, args.ckpt_path)
         run.model.to(find_device_type(run.config))
         print(run.generate(args.prompt, args.max_new_tokens, args.temperature, args.top_p, args.seed))
         return 0

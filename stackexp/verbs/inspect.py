@@ -22,7 +22,7 @@ class Inspect(Verb):
     )
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.add_checkpoint("the best, or newest")
+        parser.add_checkpoint("the newest; formal languages: the best")
         tokens = parser.add_mutually_exclusive_group(required=True)
         tokens.add_argument("--text", help="a text")
         tokens.add_argument("--set", metavar="NAME", dest="set_name", help="a validation set of the run, or NAME=PATH")
