@@ -361,7 +361,7 @@ def test_the_verdict_is_below_the_differences_in_every_format(runs, tmp_path, ca
         "Verdict on the training loss (effect 0.2 nats, 95 %, Holm over 3 arms; a gain above the number in parentheses "
         "is excluded): helps: stacktrans (0.135); no effect above 0.2: copy (0.000); undecided: value_skip (7.438).\n"
     )
-    assert cli.main(["report", "ablation", str(runs), "--effect", "-1"]) == 1
+    assert cli.main(["report", "ablation", str(runs), "--effect", "-1"]) == 2
     assert "--effect -1: not a difference in nats; use a positive number" in capsys.readouterr().err
 
 

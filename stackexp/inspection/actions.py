@@ -14,7 +14,7 @@ from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.frame import read_rows
 from stackexp.inspection.inspect import InspectionInput, open_run_data, open_set, open_task, record
 from stackexp.models.memories.residual_stack import ResidualStack
-from stackexp.models.stack_recording import ACTIONS, find_stacks
+from stackexp.models.stack_recording import ACTIONS, find_recorded
 from stackexp.reports.arms import load_arms, select_finished
 from stackexp.reports.report import MARKERS, PALETTE, Report, Table, new_figure
 
@@ -102,7 +102,7 @@ def build_arithmetic_actions(folder: Path) -> Report:
 def _measure(run: LoadedRun, set_name: str | None, num_chunks: int) -> Profile:
     inputs = _open_input(run, set_name, num_chunks)
     stacks, _ = record(run, inputs)
-    if isinstance(find_stacks(run.model)[0], ResidualStack):  # its slots are equal before the first action
+    if isinstance(find_recorded(run.model)[0], ResidualStack):  # its slots are equal before the first action
         stacks = stacks[1:]
     if len(stacks) < len(PARTS):
         raise RunError(f"a study of layers requires {len(PARTS)} stacks, found {len(stacks)}; use more layers")

@@ -178,10 +178,11 @@ class StackRNNLayer(nn.Module):
         projected, size = self.input(x), self.config.slot_size
         dtype = torch.promote_types(projected.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            weights = (w.to(dtype) for w in (self.recurrent, self.stack_input.weight, self.stack_input.bias))
+            weights = (self.recurrent, self.stack_input.weight, self.stack_input.bias)
+            recurrent, weight, bias = (w.to(dtype) for w in weights)
             projected = projected.to(dtype).transpose(0, 1)  # [T, B, d]
             h, slots = state or (projected.new_zeros(x[:, 0].shape), projected.new_zeros(len(x), 0, size))
-            hidden, actions, slots = StackRNNScan.apply(projected, h, slots, *weights, self.num_slots)
+            hidden, actions, slots = scan_stack_rnn(projected, h, slots, recurrent, weight, bias, self.num_slots)
         stats = average_actions(actions) if probe else {}
         return hidden.transpose(0, 1).to(x.dtype), (hidden[-1], slots), stats
 
@@ -202,65 +203,25 @@ class StackRNN(Recurrent):
     layer_type = StackRNNLayer
 
 
-class StackRNNScan(torch.autograd.Function):
-    """The loop over the tokens, with a backward pass that is faster than autograd's.
+def scan_stack_rnn(
+    projected: Tensor, h: Tensor, slots: Tensor, recurrent: Tensor, weight: Tensor, bias: Tensor, max_slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the recurrence token by token. Return h [T, B, d], actions [T, B, 3] and the slots after the last token.
 
-    Inputs: projected W x + b [T, B, d], h [B, d] and slots [B, n, D] before the first token, recurrent (U, P)
-    [d, d+D], weight (A, V) [3+D, d] and its bias, and the maximal number of slots.
-    Outputs: h [T, B, d], actions [T, B, 3] (without gradient), slots after the last token.
+    `projected` is W x + b [T, B, d]; h [B, d] and slots [B, n, D] are those before the first token; `recurrent` is
+    (U, P) [d, d+D], `weight` (A, V) [3+D, d], `bias` its bias.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        projected: Tensor,
-        h: Tensor,
-        slots: Tensor,
-        recurrent: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        max_slots: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the recurrence token by token."""
-        size, ctx.num_slots_before = slots.shape[2], slots.shape[1]
-        top = slots[:, 0] if slots.shape[1] else slots.new_full((len(h), size), EMPTY)
-        joint, hidden, actions, values, sources = [], [], [], [], []
-        for projected_t in projected:
-            joint.append(torch.cat([h, top], 1))
-            h = torch.addmm(projected_t, joint[-1], recurrent.T).tanh_()
-            action, value = torch.addmm(bias, h, weight.T).split([3, size], 1)
-            actions.append(action.softmax(1))
-            values.append(value.sigmoid())
-            hidden.append(h)
-            sources.append(pad_slots(values[-1], slots, max_slots))
-            slots = mix_slots(sources[-1], actions[-1])
-            top = slots[:, 0]
-        hidden, actions = torch.stack(hidden), torch.stack(actions)
-        ctx.save_for_backward(torch.stack(joint), hidden, actions, torch.stack(values), recurrent, weight, *sources)
-        ctx.mark_non_differentiable(actions)
-        return hidden, actions, slots
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_hidden: Tensor, _: Tensor, grad_slots: Tensor) -> tuple[Tensor | None, ...]:
-        """Run the recurrence backward, then form the weight gradients in one product each."""
-        joint, hidden, actions, values, recurrent, weight, *sources = ctx.saved_tensors
-        num_slots = [ctx.num_slots_before, *(source.shape[1] - 2 for source in sources)]
-        grad_projected, grad_logits = torch.empty_like(hidden), hidden.new_empty(*hidden.shape[:2], len(weight))
-        grad_h = torch.zeros_like(hidden[0])
-        for t in reversed(range(len(hidden))):
-            h, action, value = hidden[t], actions[t], values[t]
-            grad_source, grad_action = mix_slots_backward(sources[t], action, grad_slots)
-            grad_logits[t, :, :3] = action * (grad_action - (action * grad_action).sum(1, keepdim=True))
-            grad_logits[t, :, 3:] = grad_source[:, 0] * value * (1 - value)
-            grad_h = torch.addmm(grad_h + grad_hidden[t], grad_logits[t], weight)
-            grad_projected[t] = grad_h * (1 - h * h)
-            grad_h, grad_top = (grad_projected[t] @ recurrent).split([h.shape[1], value.shape[1]], 1)
-            grad_slots = grad_source[:, 1 : 1 + num_slots[t]]
-            grad_slots[:, :1] += grad_top[:, None]
-        grad_recurrent = grad_projected.flatten(0, 1).T @ joint.flatten(0, 1)
-        grad_weight = grad_logits.flatten(0, 1).T @ hidden.flatten(0, 1)
-        return grad_projected, grad_h, grad_slots, grad_recurrent, grad_weight, grad_logits.sum((0, 1)), None
+    size, hidden, actions = slots.shape[2], [], []
+    top = slots[:, 0] if slots.shape[1] else slots.new_full((len(h), size), EMPTY)
+    for projected_t in projected:
+        h = torch.addmm(projected_t, torch.cat([h, top], 1), recurrent.T).tanh()
+        action, value = torch.addmm(bias, h, weight.T).split([3, size], 1)
+        action = action.softmax(1)
+        slots = mix_slots(pad_slots(value.sigmoid(), slots, max_slots), action)
+        top = slots[:, 0]
+        hidden.append(h)
+        actions.append(action)
+    return torch.stack(hidden), torch.stack(actions), slots
 
 
 def pad_slots(value: Tensor, slots: Tensor, max_slots: int) -> Tensor:
@@ -276,13 +237,3 @@ def mix_slots(source: Tensor, action: Tensor) -> Tensor:
     """Return the next slots [B, n, D]: each the mean of three neighbors of source [B, n+2, D], weighted by action."""
     push, pop, no_op = action[:, :, None, None].unbind(1)
     return (push * source[:, :-2]).addcmul_(no_op, source[:, 1:-1]).addcmul_(pop, source[:, 2:])
-
-
-def mix_slots_backward(source: Tensor, action: Tensor, grad_slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of source and action in `mix_slots`."""
-    push, pop, no_op = action[:, :, None, None].unbind(1)
-    grad_source = F.pad(push * grad_slots, (0, 0, 0, 2))
-    grad_source[:, 1:-1].addcmul_(no_op, grad_slots)
-    grad_source[:, 2:].addcmul_(pop, grad_slots)
-    neighbors = (source[:, :-2], source[:, 2:], source[:, 1:-1])
-    return grad_source, torch.stack([(grad_slots * values).sum((1, 2)) for values in neighbors], 1)

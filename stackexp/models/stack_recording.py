@@ -52,14 +52,6 @@ class Recording:
         self.values = {name: torch.cat([known[name], v], 1) if known else v for name, v in values.items()}
 
 
-def find_stacks(model: nn.Module) -> list[Stack]:
-    """Return the stack memories of a model. Raises RunError if it has none."""
-    stacks = [memory for memory in model.memories if isinstance(memory, Stack)]
-    if not stacks:
-        raise RunError("the model has no stack; give a run with model.memory.kind=stack or residual_stack")
-    return stacks
-
-
 def find_recorded(model: nn.Module) -> list[Memory]:
     """Return the memories of a model that can be recorded: stacks, and those that state what they report.
 
