@@ -77,17 +77,6 @@ def test_gpu_stops_in_time(run_benchmark, tmp_path):
     assert output.count("error=TimeoutError: no time left") == 7
 
 
-@pytest.mark.process
-def test_compile_counts_graphs_and_compares_losses(run_benchmark, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    sizes = ["model.hidden_size=16", "model.num_heads=4", "model.num_kv_heads=2", "model.intermediate_size=16"]
-    options = ["--layers", "1", "3", "--steps=2", "--out", tmp_path / "out.json"]
-    run_benchmark("compile.py", *options, *sizes, "data.context_length=8", "data.global_batch_tokens=16")
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [(row["memory"], row["layers"]) for row in rows] == [(m, n) for m in ("null", "stacktrans") for n in (1, 3)]
-    assert all(row["graphs"] == 2 and row["breaks"] == 0 and row["difference"] < 1e-5 for row in rows)
-
-
 def test_depth_compares_implementations_with_the_transformer(run_benchmark, tmp_path):
     sizes = ["model.num_layers=2", "data.context_length=8", "--rounds=2", "--implementations", "eager", "numba"]
     small = ["model.hidden_size=16", "model.intermediate_size=16", "model.num_heads=4", "model.num_kv_heads=2"]
