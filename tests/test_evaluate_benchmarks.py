@@ -300,7 +300,7 @@ def test_a_document_without_a_right_answer_is_named(trained, datasets, task, cha
     ("arguments", "message"),
     [
         (["--tasks", "smollm2_pica"], "tasks: unknown task 'smollm2_pica'; did you mean 'smollm2_piqa'?"),
-        (["--tasks", ""], "evaluate: --tasks: name tasks, such as smollm2 or arc_easy,piqa"),
+        (["--tasks", ","], "evaluate: --tasks: name tasks, such as smollm2 or arc_easy,piqa"),
         (["--tasks", "smollm2", "--out", "x.txt"], "evaluate: --out x.txt: must end in .json"),
         (["--tasks", "smollm2", "--datasets", "missing"], "evaluate: --datasets missing: no such folder"),
         (["--tasks", "smollm2", "--model", "hf:x"], "evaluate: argument --model: not allowed with argument --run"),
