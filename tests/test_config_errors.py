@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
     [
         ("seed", "override seed: expected KEY=VALUE"),
         ("quickstart", "override quickstart: expected KEY=VALUE; for a config write --config quickstart"),
+        ("logging.root=~/runs", "override logging.root=~/runs: logging.root: ~/runs: ~ is not expanded here; w"),
         ("seed=", "override seed=: empty value; write null, or '\"\"' for empty text"),
         ("--seed", "override --seed: missing value; write --seed=VALUE"),
         ("=3", "override =3: invalid key ''; expected SECTION.KEY=VALUE"),

@@ -125,6 +125,9 @@ def build_dataclass(cls: type, tree: Tree) -> Any:
 def _convert(root: DictConfig, tree: Tree) -> tuple[Any, dict[str, str]]:
     """Fill a schema from a tree and resolve interpolations; return the dataclass and the origins of its values."""
     origins = {key: leaf.origin for key, leaf in iterate_leaves(tree)}
+    for key, leaf in iterate_leaves(tree):
+        if str(leaf.value).startswith("~/"):
+            raise config_error(leaf.origin, key, f"{leaf.value}: ~ is not expanded here; write the whole path")
     _fill(root, tree, "", root)
     _resolve(root, origins)
     return OmegaConf.to_object(root), origins
