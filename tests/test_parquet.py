@@ -255,7 +255,7 @@ def test_damaged_file_is_a_one_line_error(tmp_path, damage):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["int_score=3", "int_score", ">=3", "int_score>=", "int_score=>3", ""])
+@pytest.mark.parametrize("text", ["int_score=3", "int_score", ">=3", "int_score>=", "int_score=>3", " "])
 def test_wrong_filter_syntax_is_a_one_line_error(tmp_path, monkeypatch, capsys, text):
     monkeypatch.chdir(tmp_path)
     assert main(["data", "prepare", "a", "--to", "b", "--vocab-size", "300", "--filter", text]) == 2
