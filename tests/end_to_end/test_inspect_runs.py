@@ -41,7 +41,7 @@ def test_inspect_a_trained_run(tiny, tmp_path):
     )
     for options, message in (
         (("--task", "parity_check"), "--task requires a model of a formal language; use --text or --set"),
-        (("--text", ""), "--text has fewer than two tokens"),
+        (("--text", "a"), "--text has fewer than two tokens"),
     ):
         error = forks.run("inspect", "--run", run.path, *options, expect=2)
         assert f"error: inspect: {message}" in error
