@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,7 +53,6 @@ from stackexp.benchmarking import (  # noqa: E402
 from stackexp.config import registry  # noqa: E402
 from stackexp.config.compose import compose  # noqa: E402
 from stackexp.models import attention, layers, transformer  # noqa: E402
-from stackexp.stack import projection  # noqa: E402
 from stackexp.training.callbacks.steps import get_peak_flops  # noqa: E402
 
 CONFIG = "pretrain/transformer-360m"
@@ -315,7 +315,14 @@ def measure_kernels(run: Measurements) -> None:
 def measure_projections(run: Measurements) -> None:
     """Measure the kernels around a stack step at the sizes of the 360M model."""
     tokens, hidden, heads, size = (64, 48, 2, 8) if run.tiny else (16 * 2048, 960, 4, 16)
-    products = projection if run.tiny else importlib.import_module("stackexp.stack.triton.projection")
+    if run.tiny:  # operations of about the same shape, because the kernels need CUDA
+        products = SimpleNamespace(
+            compute_down=lambda h, weight, *_: h @ weight.T,
+            compute_up=lambda h, read, weight, gate: gate * h + read.flatten(1) @ weight,
+            compute_weight_grads=lambda h, to_new_h, to_x, read: (to_x.flatten(1).T @ h, to_new_h.T @ read.flatten(1)),
+        )
+    else:
+        products = importlib.import_module("stackexp.stack.triton.projection")
     dtype = torch.float32 if run.tiny else torch.bfloat16
 
     def draw(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
