@@ -136,7 +136,7 @@ class Remove(Verb):
         from stackexp.frame import read_run
         from stackexp.reports.compare import format_size
 
-        marked = [runs.RunFolder(Path(path)) for path in args.runs]  # no config.yaml if `fit` failed before it
+        marked = [runs.RunFolder(Path(path)) for path in args.runs]  # a run that failed early has no config.yaml
         folders = [folder if folder.is_marked else runs.open_run(str(folder.path)) for folder in marked]
         folders = list({folder.path.resolve(): folder for folder in folders}.values())
         for folder in folders:

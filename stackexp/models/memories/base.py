@@ -158,6 +158,6 @@ def apply_memory(memory: Memory, h: Tensor, state: State, previous: Tensor, prob
         found = f"h {new_h} instead of {list(h.shape)}"
     else:
         new_h, state, stats = output
-        return new_h, state, {key: value.clone() for key, value in stats.items()}  # FSDP frees weights that they view
+        return new_h, state, {key: value.clone() for key, value in stats.items()}  # FSDP frees a weight that one views
     name = type(memory).__name__
     raise RunError(f"{name}.forward: expected (h [B, T, d], state, statistics), found {found}; {CONTRACT}")
