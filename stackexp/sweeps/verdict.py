@@ -397,17 +397,11 @@ class Verdict:
     def _run_part(self, stage: Stage, keys: list[Key], launcher: str, max_parallel: int | None) -> bool:
         """Run the trials of a stage that have not ended. Return False if they were only submitted."""
         scores = stage.read_scores()
-        folders = {stage.trials[key].folder.path for key in keys if key not in scores}
-        part = [
-            entry
-            for trial, entry in zip(stage.sweep.trials, stage.sweep.config.list, strict=True)
-            if trial.folder.path in folders
-        ]
-        if not part:
+        missing = {stage.trials[key] for key in keys if key not in scores}
+        if not missing:
             return True
         try:
-            sweep = self._build_sweep(str(stage.sweep.config.name), part, is_search=stage is self.tuning)
-            run_sweep(sweep, launcher=launcher, max_parallel=max_parallel, whole=stage.sweep)
+            run_sweep(stage.sweep, launcher=launcher, max_parallel=max_parallel, only=missing)
         except RunError:
             if launcher != "local":
                 raise

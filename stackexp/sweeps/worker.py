@@ -15,7 +15,7 @@ import socket
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,19 +55,18 @@ STOP_SECONDS = 180
 class Machine:
     """The devices that a worker may use: GPUs, or CPU cores if no trial uses GPUs or this machine has none.
 
-    In a Slurm job, these are the devices of the job. `parallel` trials run at once, with `threads` each. `expected` is
-    the number of trials (default: the given ones). Raises ConfigError if a trial needs more devices than there are.
+    In a Slurm job, these are the devices of the job. `parallel` trials run at once, with `threads` each. Raises
+    ConfigError if a trial needs more devices than there are.
     """
 
-    def __init__(self, sweep: Sweep, trials: list[Trial], max_parallel: int | None, expected: int | None = None):
+    def __init__(self, sweep: Sweep, trials: list[Trial], max_parallel: int | None):
         self.location = socket.gethostname(), slurm.get_job()
         self.max_parallel, self.trials_per_gpu = max_parallel, sweep.config.resources.trials_per_gpu
         self.gpus = [] if all(trial.config.trainer.accelerator == "cpu" for trial in trials) else find_gpus()
         self.cores = int(os.environ.get("SLURM_CPUS_ON_NODE", 0)) or len(os.sched_getaffinity(0))
         devices = max((self._count_devices(trial) for trial in trials), default=1)
-        if expected is None:
-            expected = sweep.config.search.trials if sweep.config.search else len(trials)
-        self.parallel = max(1, min(expected, max_parallel or self.cores // devices))
+        count = sweep.config.search.trials if sweep.config.search else len(trials)
+        self.parallel = max(1, min(count, max_parallel or self.cores // devices))
         if self.gpus:
             self.parallel = max(1, min(self.parallel, len(self.gpus) * self.trials_per_gpu // devices))
         self.threads = max(1, self.cores // (self.parallel * devices))
@@ -112,10 +111,10 @@ def find_gpus() -> list[str]:
 
 
 class Worker:
-    """Runs the trials of a sweep that have no result. A failed trial is retried up to `retries` times.
+    """Runs the trials of a sweep, or `only` some, that have no result. A failed trial is retried up to `retries` times.
 
     A worker in a Slurm job, `is_job`, runs the trials of the job's shape, and ends when no unclaimed one is left.
-    Other workers also wait for the trials that are claimed elsewhere.
+    Other workers also wait for the trials that are claimed elsewhere. A trial has as many threads as if all ran.
     """
 
     def __init__(
@@ -125,13 +124,13 @@ class Worker:
         retries: int,
         max_parallel: int | None = None,
         is_job: bool = False,
-        expected: int | None = None,
+        only: Collection[Trial] | None = None,
     ) -> None:
-        self._sweep, self._retries, self._is_job = sweep, retries, is_job
+        self._sweep, self._retries, self._is_job, self._only = sweep, retries, is_job, only
         self._changes = ChangePrinter(sweep.config.objective)
         self._study = Study(sweep) if sweep.config.search else None
-        trials = [sweep.base_trial] if self._study else self._find_trials()
-        self._machine = Machine(sweep, trials, max_parallel, expected)
+        trials = [sweep.base_trial] if self._study else self._find_trials() if is_job else sweep.trials
+        self._machine = Machine(sweep, trials, max_parallel)
         self._running: dict[Trial, tuple[subprocess.Popen, IO[str]]] = {}  # processes and claims
         self._started: dict[Trial, None] = {}  # trials that this worker has started, in order
         self._recheck_at = 0.0
@@ -155,7 +154,7 @@ class Worker:
                 is_over = self._start_trials()
                 self._changes.update(self._list_watched())
                 time.sleep(POLL_SECONDS)
-        trials = self._sweep.trials
+        trials = self._find_trials()
         failed = [] if self._is_job else [trial for trial in trials if not trial.is_settled]
         if failed:
             cause = read_failure(failed[0])["cause"]
@@ -165,8 +164,8 @@ class Worker:
             )
 
     def _list_watched(self) -> list[Trial]:
-        """Return the trials whose changes are printed: all trials, or in a Slurm job those of this worker."""
-        return list(self._started) if self._is_job else self._sweep.trials
+        """Return the trials whose changes are printed: in a Slurm job, only those of this worker."""
+        return list(self._started) if self._is_job else self._find_trials()
 
     # Start
 
@@ -190,8 +189,8 @@ class Worker:
         return not missing and (self._study is None or self._study.is_complete())
 
     def _find_trials(self) -> list[Trial]:
-        """Return the trials of the sweep, or in a Slurm job those of its shape."""
-        trials = self._sweep.trials
+        """Return the trials of the sweep, or `only` some of them, and in a Slurm job those of its shape."""
+        trials = [trial for trial in self._sweep.trials if self._only is None or trial in self._only]
         return [trial for trial in trials if trial.shape == slurm.get_shape()] if self._is_job else trials
 
     def _is_over(self, trial: Trial) -> bool:
@@ -337,12 +336,9 @@ def run_sweep(
     launcher: str = "local",
     max_parallel: int | None = None,
     retries: int | None = None,
-    whole: Sweep | None = None,
+    only: Collection[Trial] | None = None,
 ) -> None:
-    """Run the missing trials of a sweep on this machine, or submit workers to Slurm.
-
-    If `sweep` is a part of another one, the folder gets a copy of the `whole`, and a trial has as many threads as if
-    the whole ran. Slurm's workers run all missing trials of the whole.
+    """Run the missing trials of a sweep, or `only` some, on this machine; or submit workers for all to Slurm.
 
     Raises ConfigError before anything is written, then what `Worker.run` or `slurm.submit_workers` raises.
     """
@@ -352,20 +348,18 @@ def run_sweep(
             "so far"
         )
     retries = sweep.config.retries if retries is None else retries
-    expected = len(whole.trials) if whole else None
-    worker = (
-        Worker(sweep, max_parallel=max_parallel, retries=retries, expected=expected) if launcher == "local" else None
-    )
+    is_local = launcher == "local"
+    worker = Worker(sweep, max_parallel=max_parallel, retries=retries, only=only) if is_local else None
     sweep.folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(sweep.folder / COPY, (whole or sweep).to_yaml())
+    write_atomically(sweep.folder / COPY, sweep.to_yaml())
     (sweep.folder / STOP).unlink(missing_ok=True)
-    for trial in sweep.trials:
+    for trial in sweep.trials if only is None else only:
         reset_retries(trial)
     print(f"sweep folder  {sweep.folder}", flush=True)
     if worker:
         worker.run()
     else:
-        lines = slurm.submit_workers(whole or sweep, max_parallel, retries)
+        lines = slurm.submit_workers(sweep, max_parallel, retries)
         print("\n".join(lines or ["no more workers are needed; see `sweep status`"]), flush=True)
 
 
