@@ -29,7 +29,7 @@ from stackexp.reports.arms import (
     select_finished,
 )
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table, new_figure
-from stackexp.reports.training_data import DataRecord, compare_data, read_data_record, select_data_options
+from stackexp.reports.training_data import compare_data, read_training_data, select_data_options
 from stackexp.sweeps.schema import format_value, shorten_keys
 from stackexp.tables import ABSENT
 
@@ -266,26 +266,27 @@ def _find_other_data(rows: Sequence[Row]) -> tuple[dict[str, str], list[Row]]:
     """
     reasons: dict[str, str] = {}
     unrecorded = []
-    groups: dict[str, list[list[tuple[Row, DataRecord]]]] = defaultdict(list)
+    groups: dict[str, list[tuple[Row, dict[Any, Any]]]] = defaultdict(list)
     for row in rows:
         try:
-            record = read_data_record(row)
+            data = read_training_data(row)
         except RunError as error:
             reasons[row["path"]] = str(error)
             continue
-        parts = groups[repr((row["seed"], sorted(select_data_options(row).items())))]
-        part = next((part for part in parts if not compare_data(record, part[0][1])[0]), None)
-        if not record.values or (part and compare_data(record, part[0][1])[1]):
+        if data:
+            groups[repr((row["seed"], sorted(select_data_options(row).items())))].append((row, data))
+        else:
             unrecorded.append(row)
-        if record.values and part is None:
-            parts.append([(row, record)])
-        elif record.values and part is not None:
-            part.append((row, record))
-    for parts in groups.values():
-        has_baseline = [any(find_variant(row) == BASELINE for row, _ in part) for part in parts]
-        most = max(zip(map(len, parts), has_baseline, parts, strict=True), key=lambda part: part[:2], default=[[]])[-1]
-        others = [row["path"] for part in parts if part is not most for row, _ in part]
-        reasons |= dict.fromkeys(others, "trained on other data than most runs with the same seed and data options")
+    for group in groups.values():
+        counts = [sum(not any(compare_data(own, other)) for _, other in group) for _, own in group]
+        ranks = [(count, find_variant(row) == BASELINE) for count, (row, _) in zip(counts, group, strict=True)]
+        reference = group[ranks.index(max(ranks))][1]
+        for row, own in group:
+            difference, unknown = compare_data(own, reference)
+            if difference:
+                reasons[row["path"]] = "trained on other data than most runs with the same seed and data options"
+            elif unknown:
+                unrecorded.append(row)
     return reasons, unrecorded
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from stackexp.config.affects import select_options
 from stackexp.data import hash_log
@@ -13,38 +13,32 @@ GENERATED_DATA = ("formal_language", "arithmetic")
 """The kinds of data that the config alone determines."""
 
 
-class DataRecord(NamedTuple):
-    """The training data of a run: options of a generated dataset, {key: value}, or hashes of batches, {step: hash}."""
+def read_training_data(row: Row) -> dict[Any, Any]:
+    """Return options of a generated dataset, {key: value}, or the recorded hashes of batches, {step: hash}.
 
-    is_generated: bool
-    values: dict[Any, Any]
-
-
-def read_data_record(row: Row) -> DataRecord:
-    """Return the record of a run's training data; empty if it has none. Raises RunError for damage."""
+    Empty if nothing is recorded. Raises RunError for damage.
+    """
     if row.get("data.kind") in GENERATED_DATA:
-        return DataRecord(True, {"data.task": row.get("data.task"), "seed": row.get("seed")} | select_data_options(row))
+        return {"data.task": row.get("data.task"), "seed": row.get("seed")} | select_data_options(row)
     path = Path(row["path"])
     try:
-        return DataRecord(False, hash_log.read_hashes(path))
+        return hash_log.read_hashes(path)
     except (KeyError, TypeError) as error:
         raise RunError(f"{path / hash_log.FILE_NAME}: a line has no {error}; delete the line") from None
 
 
-def compare_data(ours: DataRecord, theirs: DataRecord) -> tuple[str, str]:
+def compare_data(ours: dict[Any, Any], theirs: dict[Any, Any]) -> tuple[str, str]:
     """Return how two runs' training data differ, and why they were not compared; empty strings if neither applies."""
-    if not ours.values or not theirs.values:
+    if not ours or not theirs:
         return "", f"no training data recorded in {hash_log.FILE_NAME}"
-    if ours.is_generated != theirs.is_generated:
+    is_generated = "seed" in ours  # hashes have steps as keys
+    if is_generated != ("seed" in theirs):
         return "text is not generated data", ""
-    if ours.is_generated:
-        keys = [*dict.fromkeys([*ours.values, *theirs.values])]
-    else:
-        keys = sorted(ours.values.keys() & theirs.values.keys())
-    for key in keys:
-        if (mine := ours.values.get(key)) != (other := theirs.values.get(key)):
-            return (f"{key} is {mine}, not {other}" if ours.is_generated else f"they differ at step {key}"), ""
-    return "", "" if keys else "they share no recorded step"
+    shared = [key for key in ours if key in theirs]
+    for key in shared:
+        if ours[key] != theirs[key]:
+            return f"{key} is {ours[key]}, not {theirs[key]}" if is_generated else f"they differ at step {key}", ""
+    return "", "" if shared else "they share no recorded step"
 
 
 def check_same_data(rows: Iterable[Row]) -> list[str]:
@@ -53,32 +47,29 @@ def check_same_data(rows: Iterable[Row]) -> list[str]:
     Runs on tokens are compared by the hashes that they recorded of their batches. Formal languages and arithmetic are
     generated from the config, so those runs are compared by the options of the dataset.
     """
+    data = [(row, read_training_data(row)) for row in rows]
+    first, reference = max(data, key=lambda item: len(item[1]))  # with the most steps, to find all differences
     notes: list[str] = []
-    records: dict[str, DataRecord] = {}
-    seeds: dict[str, Any] = {}
-    for row in rows:
-        path, record = row["path"], read_data_record(row)
-        if not record.values:
+    for row, own in data:
+        path, other = row["path"], first["path"]
+        difference, unknown = compare_data(own, reference)
+        if not own:
             notes.append(f"{path}: its training data are not compared; none recorded yet in {hash_log.FILE_NAME}")
-            continue
-        for other, theirs in records.items():
-            difference, unknown = compare_data(record, theirs)
-            if difference:
-                has_seeds = seeds[other] != row.get("seed") and row.get("data.kind") not in GENERATED_DATA
-                hint = "average seeds with `report ablation`, or " if has_seeds else ""
-                raise RunError(
-                    f"{path}: trained on other data than {other} ({difference}); {hint}compare them anyway with "
-                    "--different-data"
-                )
-            if unknown:
-                notes.append(f"{path}: its training data are not compared with {other}; {unknown}")
-        records[path], seeds[path] = record, row.get("seed")
+        elif difference:
+            has_seeds = first.get("seed") != row.get("seed") and row.get("data.kind") not in GENERATED_DATA
+            hint = "average seeds with `report ablation`, or " if has_seeds else ""
+            raise RunError(
+                f"{path}: trained on other data than {other} ({difference}); {hint}compare them anyway with "
+                "--different-data"
+            )
+        elif unknown:
+            notes.append(f"{path}: its training data are not compared with {other}; {unknown}")
     return notes
 
 
 def explain_other_data(base: Row, row: Row) -> str:
     """Return why the training data of two runs differ or were not compared, or an empty string."""
-    difference, unknown = compare_data(read_data_record(row), read_data_record(base))
+    difference, unknown = compare_data(read_training_data(row), read_training_data(base))
     return f"trained on other data ({difference})" if difference else unknown
 
 

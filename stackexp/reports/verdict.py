@@ -18,7 +18,7 @@ from stackexp.reports.compare import format_loss, read_curve
 from stackexp.reports.interventions import build_interventions
 from stackexp.reports.noise import TOTAL, Grid, build_noise, find_grids, pool_deviations, split_variance
 from stackexp.reports.report import PALETTE, Report, Table, new_figure
-from stackexp.reports.training_data import GENERATED_DATA, DataRecord, compare_data
+from stackexp.reports.training_data import GENERATED_DATA, compare_data
 from stackexp.runs import RunFolder
 from stackexp.sequential import (
     LEVEL,
@@ -118,7 +118,7 @@ def _open_pairs(verdict: Verdict, plan: Plan) -> tuple[Stage, list[str]]:
             continue
         difference = unknown = ""
         if trial.config.data.kind not in GENERATED_DATA:  # the config determines these, and arms may differ in them
-            difference, unknown = compare_data(*(DataRecord(False, read_hashes(folder.path)) for folder in pair))
+            difference, unknown = compare_data(*(read_hashes(folder.path) for folder in pair))
         uncompared += bool(unknown)
         devices = [(folder.read_sessions() or [{}])[0].get("gpus") or "a CPU" for folder in pair]
         if devices[0] != devices[1]:
