@@ -19,6 +19,7 @@ from stackexp.config.compose import compose
 from stackexp.config.data import get_model_label
 from stackexp.errors import ConfigError
 from stackexp.evaluation.accuracy import Lengths
+from stackexp.reports.formal_arms import build_arms
 from stackexp.reports.formal_runs import (
     COLUMNS,
     DEPTH,
@@ -74,11 +75,15 @@ CellKey = tuple[str, str]
 """Task and column."""
 
 
-def build_formal(paths: Sequence[Path], lengths: Lengths = (41, 500), curves: Path | None = None) -> Report:
+def build_formal(
+    paths: Sequence[Path], lengths: Lengths = (41, 500), curves: Path | None = None, arms: bool = False
+) -> Report:
     """Build the report of the runs at or below `paths`: the table of the paper with our scores, and the recipes.
 
-    With `curves`, the accuracy against length is drawn to this file.
+    With `curves`, the accuracy against length is drawn to this file. With `arms`, returns `build_arms` instead.
     """
+    if arms:
+        return build_arms(paths, lengths)
     results = collect_results(paths, lengths)
     if curves:
         save_figure(draw_curves(results), curves)

@@ -20,7 +20,7 @@ from stackexp.reports.report import Report, Table
 from stackexp.sweeps.schema import Values, format_value, shorten_keys
 from stackexp.sweeps.sweep import COPY, Sweep, load_last_run
 from stackexp.sweeps.trials import Trial, read_objective
-from stackexp.tables import ABSENT, Style, format_table
+from stackexp.tables import ABSENT
 
 KEYS = {symbol: key for key, symbol in SYMBOLS.items()}
 """H, d_s and S -> their config keys."""
@@ -121,12 +121,6 @@ def build_table(sweep: Sweep, results: Sequence[Result]) -> Table:
     return Table(f"Sweep {sweep.name}", [*header, "seeds", "parameters", "in the memory"], lines)
 
 
-def format_results(sweep: Sweep, results: Sequence[Result], style: Style = "terminal") -> str:
-    """Return the table of a sweep as text."""
-    table = build_table(sweep, results)
-    return format_table(table.rows, header=table.header, align=table.align, style=style)
-
-
 def _list_titles(results: Iterable[Result]) -> list[str]:
     found = {title for result in results for title in result["losses"]}
     return [title for title in LOSSES if title in found]
@@ -171,16 +165,16 @@ def plot_losses(axes: Any, key: str, results: Sequence[Result]) -> None:
     axes.legend(loc="upper center", ncols=2, fontsize=8)
 
 
-def build_grid(target: str) -> Report:
-    """Build the report of a sweep, given as its folder, its name or its YAML file."""
-    sweep = load_last_run(target)
-    results = collect_results(sweep)
+def build_grid(sweep: str, overrides: Iterable[str] = ()) -> Report:
+    """Build the report of a sweep, given as its folder, its name or its YAML file, with overrides of the trials."""
+    loaded = load_last_run(sweep, overrides)
+    results = collect_results(loaded)
     varied = [key for key in results[0]["values"] if len(_list_values(results, key)) > 1]
-    waiting = sum(not trial.folder.is_finished for trial in sweep.trials)
-    command = f"`python -m stackexp sweep run {shlex.quote(str(sweep.folder))}`"
-    notes = [f"{waiting} of {len(sweep.trials)} trials are not finished: {command}"] if waiting else []
+    waiting = sum(not trial.folder.is_finished for trial in loaded.trials)
+    command = f"`python -m stackexp sweep run {shlex.quote(str(loaded.folder))}`"
+    notes = [f"{waiting} of {len(loaded.trials)} trials are not finished: {command}"] if waiting else []
     notes.append("Losses are means over the seeds, in nats per token. The best objective comes first.")
-    if sweep.config.axes:
+    if loaded.config.axes:
         notes.append(
             "The sweep varies one key at a time, so most cells of the heat maps are empty: use `grid`, not `axes`."
         )
@@ -190,10 +184,10 @@ def build_grid(target: str) -> Report:
         for result in results
     ]
     return Report(
-        [build_table(sweep, results)],
-        [*notes, *describe_unscored(sweep)],
+        [build_table(loaded, results)],
+        [*notes, *describe_unscored(loaded)],
         records,
-        (lambda: draw_grid(results, sweep.config.center, varied)) if varied else None,
+        (lambda: draw_grid(results, loaded.config.center, varied)) if varied else None,
     )
 
 

@@ -128,14 +128,25 @@ class Ladder(NamedTuple):
 
 
 def build_scaling(
-    paths: Sequence[Path], measure: str | None = None, irreducible: float = 0.0, by: Sequence[str] = ()
+    paths: Sequence[Path],
+    measure: str | None = None,
+    irreducible: float = 0.0,
+    by: Sequence[str] = (),
+    forecast: Path | None = None,
+    size: int | None = None,
+    tokens: int | None = None,
 ) -> Report:
     """Build the report of all finished runs at or below `paths`.
 
     `measure` is a column of `report ablation`; by default V2, or the average of the other sets, or the training loss:
     the first that all runs have. `irreducible` is the loss in the limit of infinite size. Families differ in their
-    memory and in the options `by`. Raises RunError if there is nothing to fit.
+    memory and in the options `by`. With `forecast`, returns `build_forecast` instead. Raises RunError if there is
+    nothing to fit.
     """
+    if forecast:
+        from stackexp.reports.forecast import build_forecast  # it imports this module
+
+        return build_forecast(paths, measure, irreducible, by, forecast, size, tokens)
     if not 0 <= irreducible < math.inf:
         raise ConfigError(f"--irreducible {irreducible:g}: not a loss; use 0 or a positive number")
     points, rows, column, _, left_out, notes, source = load_ladder(paths, measure, irreducible, by)

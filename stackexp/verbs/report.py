@@ -49,16 +49,22 @@ class ReportVerb(Verb):
     """A report of runs, with options for its output.
 
     `builder` is the function that builds it, as "module:function" in stackexp. Its parameters are the destinations of
-    the arguments: `source`, which is positional, and `options`.
+    the arguments: `source`, which is positional, and `options`. If `source` is None, the verb takes a sweep and
+    overrides.
     """
 
     builder = ""
-    source = ("paths", setting("RUNS", "run folders, or folders of them, such as a sweep's", nargs="+", type=Path))
+    source: Argument | None = (
+        "paths",
+        setting("RUNS", "run folders, or folders of them, such as a sweep's", nargs="+", type=Path),
+    )
     options: tuple[Argument, ...] = ()
 
     def add_arguments(self, parser: Parser) -> None:
-        parameters = [parser.add_argument(name, **settings).dest for name, settings in (self.source, *self.options)]
-        parser.set_defaults(parameters=parameters)
+        source = parser.add_argument(self.source[0], **self.source[1]) if self.source else parser.add_sweep()
+        options = [parser.add_argument(name, **settings) for name, settings in self.options]
+        names = [*(action.dest for action in (source, *options)), *["overrides"] * parser.accepts_overrides]
+        parser.set_defaults(parameters=names)
         style = parser.add_mutually_exclusive_group()
         style.add_argument("--markdown", **flag("print Markdown tables"))
         style.add_argument("--latex", **flag("print LaTeX tables with booktabs rules"))
@@ -121,12 +127,8 @@ class Formal(ReportVerb):
 
     def run(self, args: Namespace) -> int:
         args.parser.check_output("--curves", args.curves, FIGURE_SUFFIXES)
-        args.parameters.remove("arms")
-        if args.arms:
-            if args.curves:
-                args.parser.error("--arms has no --curves")
-            self.builder = "reports.formal_arms:build_arms"
-            args.parameters.remove("curves")
+        if args.arms and args.curves:
+            args.parser.error("--arms has no --curves")
         return super().run(args)
 
 
@@ -168,25 +170,20 @@ class Scaling(ReportVerb):
         LOSS,
         ("--irreducible", setting("LOSS", "loss that no size removes (default: 0)", type=float, default=0.0)),
         ("--by", setting("KEY,...", "options whose values separate families as well", type=split_names, default=())),
+        ("--forecast", setting("FILE.json", "file to write, or to score if it exists", type=Path)),
+        ("--size", setting("N", "parameters outside the memory to forecast", type=parse_size)),
+        ("--tokens", setting("N", "tokens to forecast, for loss against tokens", type=parse_size)),
     )
 
-    def add_arguments(self, parser: Parser) -> None:
-        super().add_arguments(parser)
-        forecast = setting("FILE.json", "file to write, or to score if it exists", type=Path)
-        parser.add_argument("--forecast", **forecast)
-        sizes = parser.add_mutually_exclusive_group()
-        sizes.add_argument("--size", type=parse_size, metavar="N", help="parameters outside the memory to forecast")
-        sizes.add_argument("--tokens", type=parse_size, metavar="N", help="tokens to forecast, for loss against tokens")
-
     def run(self, args: Namespace) -> int:
+        if args.size and args.tokens:
+            args.parser.error("--tokens: not allowed with --size")
         if args.forecast is None and (args.size or args.tokens):
             args.parser.error("--size and --tokens require --forecast")
         if args.forecast:
             args.parser.check_output("--forecast", args.forecast, [".json"])
             if args.figure:
                 args.parser.error("--figure: a forecast has no figure; omit it")
-            self.builder = "reports.forecast:build_forecast"
-            args.parameters = [*args.parameters, "forecast", "size", "tokens"]
         return super().run(args)
 
 
@@ -226,7 +223,7 @@ class Grid(ReportVerb):
 
     builder = "reports.grid:build_grid"
     examples = ("report grid stack_grid --figure grid.pdf", "report grid runs/stack_grid --latex")
-    source = ("target", setting("SWEEP", "a sweep's folder, a shipped name or a YAML file"))
+    source = None
 
 
 class Actions(ReportVerb):

@@ -3,10 +3,10 @@
 import json
 import shlex
 import signal
-import sys
 from argparse import Namespace
 
 from stackexp.verbs.parser import Parser, Verb, count, flag
+from stackexp.verbs.report import Grid
 
 
 class Run(Verb):
@@ -102,29 +102,7 @@ class Stop(Verb):
         return 0
 
 
-class Results(Verb):
+class Results(Grid):
     """Compare the finished trials of a sweep by its objective, the best first. `report grid` draws them."""
 
     examples = ("sweep results stack_grid", "sweep results quick_grid --markdown")
-
-    def add_arguments(self, parser: Parser) -> None:
-        parser.add_sweep()
-        style = parser.add_mutually_exclusive_group()
-        style.add_argument("--markdown", **flag("print a Markdown table"))
-        style.add_argument("--json", **flag("print JSON"))
-
-    def run(self, args: Namespace) -> int:
-        from stackexp.sweeps.sweep import load_last_run
-
-        sweep = load_last_run(args.sweep, args.overrides)
-        sweep.check_trials()
-        from stackexp.reports.grid import collect_results, describe_unscored, format_results
-
-        rows = collect_results(sweep)
-        if args.json:
-            print(json.dumps([{k: value for k, value in row.items() if k != "rows"} for row in rows], indent=2))
-        else:
-            print(format_results(sweep, rows, style="markdown" if args.markdown else "terminal"))
-        for note in describe_unscored(sweep):
-            print(note, file=sys.stderr)
-        return 0
