@@ -282,7 +282,7 @@ def test_loops_stop_after_all_states_repeat(parity):
 def test_stacks_that_are_not_full_are_compared(tmp_path, capsys, overrides):
     run = write_run(tmp_path, "formal/stacktrans", "data.task=parity_check", *SMALL, *overrides)
     _, printed, _ = certify(capsys, run, "--exhaustive", "3")
-    assert "the slots of layer 0 identify the state of the automaton in " in printed
+    assert "the slots of layer 0 separate the states of the automaton best: " in printed
 
 
 @pytest.mark.parametrize("task", ["parity_check", "reverse_string"])
@@ -298,9 +298,10 @@ def test_slots_that_are_not_allocated_count_as_zeros():
     slots, states = torch.randn(2, 40, 1, 3, 2), np.tile(np.arange(40) % 2, (2, 1))
     slots[0, :, :, 2] = 0
     slots[:, 1::2, :, 0] += 9
-    full = regular.identify_states([{0: x} for x in slots], states)
-    assert regular.identify_states([{0: slots[0, :, :, :2]}, {0: slots[1]}], states) == full
-    assert full[0][0] == 1
+    full = regular.separate_states([{0: x} for x in slots], states)
+    assert regular.separate_states([{0: slots[0, :, :, :2]}, {0: slots[1]}], states) == full
+    assert 0 < full[0] < 0.5
+    assert regular.separate_states([{0: torch.zeros(x.shape)} for x in slots], states) == {}, "an unused stack"
 
 
 def test_reverse_string_by_a_known_stack(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Certify a network on a regular task: tables of all short strings, random strings, loops, L*, exact repetition."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -23,6 +24,7 @@ from stackexp.certification.machine import (
     select_rows,
     walk_prefixes,
 )
+from stackexp.inspection.states import find_centers, square_distances
 from stackexp.models.transformer import Cache
 
 MAX_STATES = 8192  # of the search for exact repetition
@@ -262,35 +264,21 @@ def _is_equal_in_all_rows(machine: Machine, cache: Cache, tokens: np.ndarray | N
     return True
 
 
-def identify_states(contents: list[dict[int, Tensor]], states: np.ndarray) -> dict[int, tuple[float, float]]:
-    """Measure for each layer how well the contents of its stack identify the state of the automaton.
+def separate_states(contents: list[dict[int, Tensor]], states: np.ndarray) -> dict[int, float]:
+    """Measure for each layer how far apart the contents of its stack are in two states of the automaton.
 
     Args:
         contents: {layer: slots [B, H, S, D]} at several lengths. Slots that are not allocated yet count as zeros.
         states: The state of the automaton of each string at each length, [lengths, B].
 
     Returns:
-        {layer: the results of `_identify_labels`}, whose centers are means over one half of the strings.
+        {layer: `within_between` of `compare_states`}, without layers whose contents are all equal.
     """
-    is_known = np.arange(states.size) % states.shape[1] < states.shape[1] // 2
     found = {}
     for layer, last in contents[-1].items():
         slots = [at_length[layer] for at_length in contents]
         slots = [F.pad(x, (0, 0, 0, last.shape[2] - x.shape[2])).flatten(1) for x in slots]
-        found[layer] = _identify_labels(torch.cat(slots), states.ravel(), is_known)
+        centers, variance = find_centers(torch.cat(slots).numpy(), states.ravel())
+        if len(centers) > 1 and (between := 2 * variance + square_distances(centers)) > 0:
+            found[layer] = math.sqrt(2 * variance / between)
     return found
-
-
-def _identify_labels(values: Tensor, labels: np.ndarray, is_known: np.ndarray) -> tuple[float, float]:
-    """Compare vectors [N, D] with the centers of the labels [N], which are means over the vectors with `is_known` [N].
-
-    Returns:
-        The share of the other vectors whose nearest center is that of their label.
-        Their mean distance to that center, over the smallest distance between two centers.
-    """
-    found, labels = np.unique(labels, return_inverse=True)
-    centers = torch.stack([values[is_known & (labels == label)].mean(0) for label in range(len(found))])
-    distances, expected = torch.cdist(values[~is_known], centers), torch.from_numpy(labels[~is_known])
-    within = distances.gather(1, expected[:, None]).mean()
-    between = torch.pdist(centers).min() if len(found) > 1 else torch.tensor(float("nan"))
-    return float((distances.argmin(1) == expected).float().mean()), float(within / between)
