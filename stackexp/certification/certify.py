@@ -27,10 +27,11 @@ from stackexp.reports.report import save_figure
 from stackexp.tasks import TASKS
 from stackexp.tasks.definition import Task, TaskBatch
 
-SUPPORTED = (*REGULAR, *STACK_TASKS, brackets.TASK)
-EXHAUSTIVE_STRINGS = 100_000  # the default for `--exhaustive` has at most this many strings of full length
-EXHAUSTIVE_TOKENS = 120_000  # the same for stack tasks, in tokens
-EXHAUSTIVE_SYMBOLS = 12  # the default for expressions with brackets: 46,220 strings
+EXHAUSTIVE = {
+    **{"even_pairs": 16, "parity_check": 16, "cycle_navigation": 10},
+    **{"reverse_string": 12, "stack_manipulation": 7, brackets.TASK: 12},
+}
+"""Supported task -> the default for `--exhaustive`: at most 131,070 strings."""
 MAX_STRINGS = 10_000_000  # `--exhaustive` gives at most this many strings of full length
 MAX_SYMBOLS = 16  # the same for expressions with brackets, in symbols
 PREFIXES = 20  # strings that one random stream gives
@@ -99,8 +100,8 @@ def check_run(loaded: LoadedRun) -> str:
     if config.data.kind != "formal_language":
         raise ConfigError(f"{where}: trained on {config.data.kind}; give a run on a formal language")
     task = config.data.task
-    if task not in SUPPORTED:
-        raise ConfigError(f"{where}: no automaton for task {task}; supported: {', '.join(SUPPORTED)}")
+    if task not in EXHAUSTIVE:
+        raise ConfigError(f"{where}: no automaton for task {task}; supported: {', '.join(EXHAUSTIVE)}")
     if not loaded.folder.result.is_file():
         raise RunError(f"{where}: the run is not finished; resume it with fit --run")
     memories = loaded.model.memories if isinstance(config.model, TransformerConfig) else []
@@ -123,7 +124,7 @@ def certify_regular(
     task = TASKS[loaded.config.data.task]
     symbols, expected = task.num_symbols, REGULAR[task.name]()
     result, rng = Certificate(task.name), np.random.default_rng(SEED)
-    n = exhaustive or int(np.log(EXHAUSTIVE_STRINGS) / np.log(symbols))
+    n = exhaustive or EXHAUSTIVE[task.name]
     table = regular.tabulate(machine, n, symbols)
     streams = rng.integers(0, symbols, (max(1, num_strings // PREFIXES), max_length))
     lengths = sorted(set(np.linspace(max_length / PREFIXES, max_length, PREFIXES).round().astype(int).tolist()))
@@ -297,7 +298,7 @@ def certify_stack(
     """Certify a network on a stack task."""
     task = TASKS[loaded.config.data.task]
     expected, result, rng = STACK_TASKS[task.name], Certificate(task.name), np.random.default_rng(SEED)
-    n = exhaustive or stacks.choose_length(expected, EXHAUSTIVE_TOKENS)
+    n = exhaustive or EXHAUSTIVE[task.name]
     short = stacks.compare_all(machine, expected, task.output_length, n)
     num_slots = machine.model.memories[0].num_slots
     longest = min(max_length, num_slots)
@@ -373,7 +374,7 @@ def certify_brackets(
     loaded: LoadedRun, machine: Machine, num_strings: int, max_length: int, exhaustive: int | None
 ) -> Certificate:
     """Certify a network on modular arithmetic with brackets, and list the rules that it lacks."""
-    task, n, result = TASKS[brackets.TASK], exhaustive or EXHAUSTIVE_SYMBOLS, Certificate(brackets.TASK)
+    task, n, result = TASKS[brackets.TASK], exhaustive or EXHAUSTIVE[brackets.TASK], Certificate(brackets.TASK)
     expressions = list(itertools.chain(*brackets.list_expressions(n)))
     wrong = brackets.find_wrong(machine, expressions)
     if not wrong:

@@ -38,17 +38,6 @@ class Comparison:
             self.first = tuple(map(int, strings[np.flatnonzero(wrong)[0]]))
 
 
-def choose_length(task: StackTask, max_tokens: int) -> int:
-    """Return the longest length, up to 19, for which `compare_all` reads fewer tokens than `max_tokens`, or 1."""
-    counts, tokens = task.may_follow[-1].astype(np.int64), 0  # prefixes by their last symbol
-    for length in range(1, 20):
-        tokens += int(counts.sum()) * (length + 2)
-        if tokens >= max_tokens:
-            return max(1, length - 1)
-        counts = counts @ task.may_follow[:-1]
-    return 19
-
-
 def compare_all(machine: Machine, task: StackTask, num_empty: Any, length: int) -> Comparison:
     """Compare all strings of 1 .. `length` symbols; `num_empty` is the answer's length by string length."""
     found, levels = Comparison(), list_prefixes(task.may_follow, length)
