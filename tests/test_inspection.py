@@ -5,7 +5,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 from browser import CHROMIUM, Browser, poll
@@ -23,7 +22,7 @@ from stackexp.config.memory import (
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.datamodules.formal_language import LengthSet, build_batch
 from stackexp.errors import ConfigError, RunError
-from stackexp.inspection.inspect import StackMeans, average_values, draw_maps, format_means, format_page, open_text
+from stackexp.inspection.inspect import average_values, draw_maps, format_means, format_page, open_text
 from stackexp.inspection.interventions import (
     Intervention,
     check_heads,
@@ -41,6 +40,7 @@ from stackexp.models.memories.stack import IMPOSSIBLE_LOGIT, PUSH
 from stackexp.models.stack_recording import (
     ACTIONS,
     MEASUREMENTS,
+    Recording,
     _measure_residual_stack,
     compute_read_weights,
     record_memories,
@@ -119,7 +119,7 @@ def test_a_memory_of_a_plugin_is_recorded_and_changed():
             "forward", {m: lambda _, f, h, s, scale=scale, **o: (h + scale * h, s, {}) for m in model.memories}
         ):
             torch.testing.assert_close(model(TOKENS).logits, expected)
-    means = [StackMeans(r.layer, r.site, average_values([r.values])) for r in recordings]
+    means = [replace(r, values=average_values([r.values])) for r in recordings]
     assert "read_share" in format_means(means)
     assert draw_maps(means).axes[0].get_title() == "push"
     assert "norm of the read" in format_page("text", list("abcdef"), recordings)
@@ -154,7 +154,7 @@ def test_recording_changes_nothing_and_agrees_with_the_probes(memory):
         spread = average_values([recording.values])["action_spread"]
         assert spread.shape == (2,)
         if "action_spread" in probes:
-            assert spread.mean() == pytest.approx(probes["action_spread"].item(), rel=1e-5)
+            assert spread.mean().item() == pytest.approx(probes["action_spread"].item(), rel=1e-5)
         else:
             assert memory == {"axis": "token_major"}, "one token at a time has no spread"
             assert spread.min() > 0
@@ -346,7 +346,7 @@ def test_recordings_of_a_residual_stack_agree_with_the_probes(update):
         assert {name: value.shape for name, value in recording.values.items()} == dict.fromkeys(MEASUREMENTS, (2, 6, 1))
         means = average_values([recording.values])
         for name in ("push", "pop", "no_op", "action_spread", "read_share") if update == "stack" else ("read_share",):
-            assert means[name] == pytest.approx(probes[name].item(), rel=1e-5)
+            assert means[name].item() == pytest.approx(probes[name].item(), rel=1e-5)
         total = sum(recording.values[action] for action in ACTIONS)
         torch.testing.assert_close(total, torch.ones_like(total))
 
@@ -454,9 +454,9 @@ def test_page_shows_every_token_in_a_browser(tmp_path):
 
 
 def test_maps_label_each_row_with_its_layer():
-    values = {name: np.full(2, 0.5) for name in MEASUREMENTS}
+    values = {name: torch.full((2,), 0.5) for name in MEASUREMENTS}
     sites = [(layer, site) for layer in range(2) for site in ("after_attention", "after_block")]
-    figure = draw_maps([StackMeans(layer, site, values) for layer, site in sites])
+    figure = draw_maps([Recording(layer, site, values=values) for layer, site in sites])
     figure.draw_without_rendering()
     assert figure.axes[0].get_ylabel() == "layer"
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]

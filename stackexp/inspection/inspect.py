@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,15 +36,6 @@ MAX_LENGTH = 2**16
 MAX_PAGE_TOKENS = 256
 MAP_COLUMNS = 5
 SHARES = (*ACTIONS, "read_sharpness")  # measurements from 0 to 1
-
-
-@dataclass(frozen=True)
-class StackMeans:
-    """The means of the measurements of one stack over all tokens: {name: [H]}."""
-
-    layer: int
-    site: str
-    values: dict[str, np.ndarray]
 
 
 def run(
@@ -101,15 +91,15 @@ def run(
 
 
 @torch.no_grad()
-def record(loaded: LoadedRun, inputs: "InspectionInput") -> tuple[list[StackMeans], list[Recording]]:
-    """Return the means of every stack over all tokens, and the recordings of the first sequence."""
+def record(loaded: LoadedRun, inputs: "InspectionInput") -> tuple[list[Recording], list[Recording]]:
+    """Return the means of every stack over all tokens, {name: [H]}, and the recordings of the first sequence."""
     values: list[list[dict[str, Tensor]]] = []
     with record_memories(loaded.model) as recordings:
         for batch in inputs.batches:
             loaded.model(batch["tokens"])
             values.append([recording.values for recording in recordings])
     stacks = [
-        StackMeans(recording.layer, recording.site, average_values([batch[i] for batch in values]))
+        replace(recording, values=average_values([batch[i] for batch in values]))
         for i, recording in enumerate(recordings)
     ]
     first = [
@@ -119,16 +109,16 @@ def record(loaded: LoadedRun, inputs: "InspectionInput") -> tuple[list[StackMean
     return stacks, first
 
 
-def average_values(values: list[dict[str, Tensor]]) -> dict[str, np.ndarray]:
+def average_values(values: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the means of recorded values {name: [B, T, H]} of several batches: {name: [H]}.
 
     If all actions are recorded, adds action_spread, their standard deviation over the tokens of a sequence.
     """
-    means = {name: torch.cat([v[name].flatten(0, 1) for v in values]).mean(0).numpy() for name in values[0]}
+    means = {name: torch.cat([v[name].flatten(0, 1) for v in values]).mean(0) for name in values[0]}
     if not means.keys() >= set(ACTIONS):
         return means
     spreads = [compute_action_spread(torch.stack([v[name] for name in ACTIONS], -1)) for v in values]
-    return means | {"action_spread": torch.cat(spreads).mean(0).numpy()}
+    return means | {"action_spread": torch.cat(spreads).mean(0)}
 
 
 # What to run through the model
@@ -243,14 +233,14 @@ def _label_tokens(run: LoadedRun, ids: list[int]) -> list[str]:
 # Output
 
 
-def format_means(stacks: list[StackMeans]) -> str:
+def format_means(stacks: list[Recording]) -> str:
     """Return a table with a row for each stack: means over tokens and heads."""
     names = list(stacks[0].values)
     rows = [[str(s.layer), s.site, *(f"{s.values[name].mean():.3f}" for name in names)] for s in stacks]
     return format_table(rows, header=["layer", "site", *names], align="><" + ">" * len(names))
 
 
-def draw_maps(stacks: list[StackMeans]) -> Any:
+def draw_maps(stacks: list[Recording]) -> Any:
     """Draw a map of each measurement: a row for each stack, a column for each head, means over tokens."""
     from matplotlib.ticker import FixedLocator
 
@@ -259,7 +249,7 @@ def draw_maps(stacks: list[StackMeans]) -> Any:
     rows = -(-len(names) // MAP_COLUMNS)
     figure, panels = new_figure(14, 2.4 * rows, rows, MAP_COLUMNS, sharey=True, squeeze=False)
     for panel, name in zip(panels.flat, names, strict=False):
-        values = np.stack([stack.values[name] for stack in stacks])  # [stacks, H]
+        values = torch.stack([stack.values[name] for stack in stacks]).numpy()  # [stacks, H]
         largest = 1.0 if name in SHARES else values.max() or 1.0
         smallest = min(0.0, values.min())  # a plugin may report negative values
         image = panel.imshow(values, aspect="auto", vmin=smallest, vmax=largest, cmap="cividis", origin="lower")
@@ -276,7 +266,7 @@ def draw_maps(stacks: list[StackMeans]) -> Any:
     return figure
 
 
-def _name_stack(stack: StackMeans | Recording) -> str:
+def _name_stack(stack: Recording) -> str:
     return f"layer {stack.layer}" + (f", {stack.site}" if stack.site != "after_block" else "")
 
 
