@@ -15,10 +15,11 @@ from torch.nn.functional import cross_entropy
 from stackexp.cli import main
 from stackexp.datamodules.formal_language import LengthSet, build_batch
 from stackexp.evaluation.loading import load_run
+from stackexp.files import write_hashed_json
 from stackexp.inspection.inspect import open_set
 from stackexp.inspection.interventions import measure_interventions
 from stackexp.inspection.pairs import measure_pairs
-from stackexp.reports.interventions import build_interventions, get_identity, write_changes
+from stackexp.reports.interventions import FILE, build_interventions, get_identity
 from stackexp.runs import RunFolder
 from stackexp.sweeps.verdict import load_verdict
 from stackexp.tasks import TASKS
@@ -62,7 +63,7 @@ def test_interventions_are_measured_once(trained, tmp_path):
     assert build_interventions(verdict, pairs)[0].rows[1][-1] == "3"
     for file, run in zip(files, folders, strict=False):
         identity = get_identity(verdict, RunFolder(run))
-        write_changes(RunFolder(run), identity, changes | {"dropped read": math.inf})
+        write_hashed_json(run / FILE, identity | {"changes": changes | {"dropped read": math.inf}})
         if file is files[1]:
             assert build_interventions(verdict, pairs)[0].rows[1][-1] == "1", (
                 "a change that is not finite does not count"

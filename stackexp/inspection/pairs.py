@@ -3,32 +3,27 @@
 import statistics
 
 from stackexp.evaluation.loading import load_run
-from stackexp.files import hold_lock
+from stackexp.files import hold_lock, write_hashed_json
 from stackexp.inspection.inspect import load_batches, open_run_data
 from stackexp.inspection.interventions import measure_summary
-from stackexp.reports.interventions import Changes, get_identity, list_unmeasured, write_changes
-from stackexp.runs import RunFolder
+from stackexp.reports.interventions import FILE, get_identity, list_unmeasured
 from stackexp.sweeps.verdict import Verdict
 
 
 def measure_pairs(verdict: Verdict) -> None:
     """Measure the finished runs of the pairs that have a memory and the checkpoint of their last step.
 
-    Other processes wait. Damaged files are written again.
+    A change of the loss is the mean over the validation sets. Other processes wait. Damaged files are written again.
     """
     with hold_lock(verdict.folder / ".interventions.lock", "the interventions"):
         missing = list_unmeasured(verdict)
         if missing:
             print(f"measuring interventions on {len(missing)} runs", flush=True)
         for folder in missing:
-            write_changes(folder, get_identity(verdict, folder), measure_run(verdict, folder))
-
-
-def measure_run(verdict: Verdict, folder: RunFolder) -> Changes:
-    """Return the change of the loss under each intervention, as the mean over the validation sets of a run."""
-    identity = get_identity(verdict, folder)
-    run = load_run(folder.path, identity["weights"])
-    data = open_run_data(run, None)
-    data.eval_limit = identity["chunks"]
-    changes = [measure_summary(run.model, load_batches(run, data, opened)) for opened in data.sets("validate")]
-    return {name: statistics.fmean(values[name] for values in changes) for name in changes[0]}
+            identity = get_identity(verdict, folder)
+            run = load_run(folder.path, identity["weights"])
+            data = open_run_data(run, None)
+            data.eval_limit = identity["chunks"]
+            sets = [measure_summary(run.model, load_batches(run, data, opened)) for opened in data.sets("validate")]
+            changes = {name: statistics.fmean(values[name] for values in sets) for name in sets[0]}
+            write_hashed_json(folder.path / FILE, identity | {"changes": changes})

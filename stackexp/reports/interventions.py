@@ -3,12 +3,12 @@
 interventions.json has the step, weights and chunks that were measured, and the changes of the loss in nats.
 """
 
+import contextlib
 import math
 from typing import Any
 
-from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
-from stackexp.files import read_hashed_json, write_hashed_json
+from stackexp.files import read_hashed_json
 from stackexp.reports.arms import compute_difference, count_runs
 from stackexp.reports.report import Table
 from stackexp.runs import RunFolder
@@ -22,17 +22,13 @@ Changes = dict[str, float]
 
 
 def list_memory_trials(pairs: Stage) -> dict[str, list[Trial]]:
-    """Return the finished trials of each model with a memory."""
+    """Return the finished trials of each model with a memory and validation sets."""
     trials: dict[str, list[Trial]] = {}
     for (arm, _, _), trial in pairs.trials.items():
-        if _is_measurable(trial.config):
+        config = trial.config
+        if getattr(config.data, "validation", None) != {} and getattr(config.model, "memory", None) is not None:
             trials.setdefault(arm, []).extend([trial] if trial.folder.is_finished else [])
     return trials
-
-
-def _is_measurable(config: ExperimentConfig) -> bool:
-    """Return True for a model with a memory and validation sets."""
-    return getattr(config.data, "validation", None) != {} and getattr(config.model, "memory", None) is not None
 
 
 def get_identity(verdict: Verdict, folder: RunFolder) -> dict[str, Any]:
@@ -40,11 +36,6 @@ def get_identity(verdict: Verdict, folder: RunFolder) -> dict[str, Any]:
     weights = "ema" if verdict.config.score.startswith("ema.") else "last"
     step, chunks = folder.read_result().steps, verdict.config.interventions_chunks
     return {"step": step, "weights": weights, "chunks": chunks}
-
-
-def write_changes(folder: RunFolder, identity: dict[str, Any], changes: Changes) -> None:
-    """Write the measured changes of a run, with the SHA-256 of the contents."""
-    write_hashed_json(folder.path / FILE, identity | {"changes": changes})
 
 
 def read_changes(folder: RunFolder, identity: dict[str, Any]) -> Changes | None:
@@ -64,17 +55,15 @@ def list_unmeasured(verdict: Verdict) -> list[RunFolder]:
     plan = verdict.read_plan()
     arms = list_memory_trials(verdict.build_pairs(plan)) if plan else {}
     folders = dict.fromkeys(trial.folder for trials in arms.values() for trial in trials)
-    return [folder for folder in folders if _is_unmeasured(verdict, folder)]
-
-
-def _is_unmeasured(verdict: Verdict, folder: RunFolder) -> bool:
-    identity, newest = get_identity(verdict, folder), folder.newest_checkpoint()
-    if newest is None or int(newest.name) != identity["step"]:
-        return False
-    try:
-        return read_changes(folder, identity) is None
-    except RunError:
-        return True
+    missing = []
+    for folder in folders:
+        identity, newest = get_identity(verdict, folder), folder.newest_checkpoint()
+        if newest is not None and int(newest.name) == identity["step"]:
+            changes = None
+            with contextlib.suppress(RunError):
+                changes = read_changes(folder, identity)
+            missing += [folder] if changes is None else []
+    return missing
 
 
 def build_interventions(verdict: Verdict, pairs: Stage) -> tuple[Table | None, list[str]]:
