@@ -249,21 +249,12 @@ def test_suggests_only_valid_changes(monkeypatch):
     assert "fsdp" not in suggest_changes(muon)
 
 
-def test_suggests_combined_changes_when_no_single_change_fits(monkeypatch):
-    """Eight devices with micro-batches of four do not divide the batch."""
-    text = suggest_changes(plan_on_device(monkeypatch, 2.1, "data.micro_batch_size=4"))
-    assert text.startswith("together these would fit: ")
-    settings = re.findall(r"[a-z_.]+=\w+", text)
-    assert settings == ["trainer.activation_checkpointing=true", "data.micro_batch_size=1", "trainer=fsdp"]
-    assert plan_on_device(monkeypatch, 2.1, *settings).fits
-
-
 def test_suggests_a_larger_device_or_more_nodes_or_nothing(monkeypatch):
     planned = plan_on_device(monkeypatch, 5)
     monkeypatch.setitem(DEVICES, "h200", Device("H200", 989e12, 1.0))
     assert "--device h200 (962.56 MiB usable)" in suggest_changes(planned)
     text = suggest_changes(plan_on_device(monkeypatch, 0.5))
-    assert text.startswith("it needs 1.55 MiB even with trainer.activation_checkpointing=true")
+    assert text.endswith(" MiB; use a smaller model, a shorter data.context_length or larger devices")
     sharded = ["trainer.strategy=fsdp", "trainer.devices=2", "data.global_batch_tokens=2048"]
     peak = make_plan(small("data.kind=shards", "data.path=x", *sharded)).peak / 2**20
     assert "trainer.num_nodes=2" in suggest_changes(plan_on_device(monkeypatch, peak - 0.1, *sharded))

@@ -242,7 +242,7 @@ Change = tuple[str, TrainingPlan]
 
 
 def suggest_changes(plan: TrainingPlan) -> str:
-    """Return all single changes with which a run fits, with their peak memory, or else a combination."""
+    """Return all single changes with which a run fits, with their peak memory, or else general advice."""
     single = []
     for key in CHANGED:
         change = next((change for change in _list_changes(plan, key) if change[1].fits), None)
@@ -251,21 +251,9 @@ def suggest_changes(plan: TrainingPlan) -> str:
         other = replace(plan, device=name)
         if other.usable_bytes > plan.usable_bytes and plan.peak <= other.usable_bytes:
             single.append(f"--device {name} ({format_bytes(other.usable_bytes)} usable)")
-    return f"any of these would fit: {', '.join(single)}" if single else _combine_changes(plan)
-
-
-def _combine_changes(plan: TrainingPlan) -> str:
-    """Combine changes of different options, each as small as possible, until the run fits."""
-    overrides = []
-    for key in CHANGED:
-        if changes := list(_list_changes(plan, key)):
-            override, plan = next((change for change in changes if change[1].fits), changes[-1])
-            overrides.append(override)
-        if plan.fits:
-            return f"together these would fit: {' '.join(overrides)} ({format_bytes(plan.peak)})"
-    tried = f" even with {' '.join(overrides)}" if overrides else ""
-    advice = "use a smaller model, a shorter data.context_length or larger devices"
-    return f"it needs {format_bytes(plan.peak)}{tried}; {advice}"
+    if single:
+        return f"any of these would fit: {', '.join(single)}"
+    return f"it needs {format_bytes(plan.peak)}; use a smaller model, a shorter data.context_length or larger devices"
 
 
 def _list_changes(plan: TrainingPlan, key: str) -> Iterator[Change]:

@@ -3,7 +3,6 @@
 `bench efficiency` measures it, or on a GPU `benchmarks/gpu.py`, whose rows have variants of the same models.
 """
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,13 @@ VARIANTS_LEGEND = (
 def build_efficiency(path: Path) -> Report:
     """Build the report of one file. Raises RunError if `bench efficiency` did not write it."""
     try:
-        return build_report(read_record(path), path)
+        return build_report(read_record(path))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise RunError(f"{path}: damaged; give a file that `bench efficiency --out` wrote") from None
 
 
-def build_report(record: dict[str, Any], path: Path | None = None) -> Report:
-    """Build the report of a record; `path` is the file it was read from, if any."""
+def build_report(record: dict[str, Any]) -> Report:
+    """Build the report of a record."""
     measured = [row for row in record["rows"] if "model" in row]
     rows = {_name_row(row): row for row in measured}
     base, missing = measured[0], [name for name in PAPER if name not in {row["model"] for row in measured}]
@@ -82,8 +81,8 @@ def build_report(record: dict[str, Any], path: Path | None = None) -> Report:
         notes.insert(2, f"Decode is left out: the Transformer measured {control:.2f} times its own time.")
     if any("variant" in row for row in measured):
         notes.insert(1, VARIANTS_LEGEND)
-    elif missing or not any("memory_ratio" in row for row in rows.values()):
-        notes.append(f"`{_format_command(record, missing, path)}` measures missing models, and on a GPU peak memory")
+    elif missing:
+        notes.append(f"missing: {', '.join(missing)}")
     records = [_build_record(name, row) for name, row in rows.items()]
     return Report([Table("Cost over the Transformer", header, table)], notes, records, lambda: _draw(rows))
 
@@ -91,15 +90,6 @@ def build_report(record: dict[str, Any], path: Path | None = None) -> Report:
 def _name_row(row: dict[str, Any]) -> str:
     detail = row.get("variant") or ("reference" if row.get("implementation") == "reference" else "")
     return f"{row['model']} ({detail})" if detail else str(row["model"])
-
-
-def _format_command(record: dict[str, Any], missing: list[str], path: Path | None) -> str:
-    """Return the command that measures the models of the record and the missing ones, and replaces the file."""
-    models = dict.fromkeys([row["model"] for row in record["rows"][1:] if "model" in row] + missing)
-    configs = [word for config in record.get("configs") or [] for word in ("--config", config)]
-    out = ["--out", str(path)] if path else []
-    words = [*configs, *record.get("overrides", []), "--only", ",".join(models), *out]
-    return f"python -m stackexp bench efficiency {shlex.join(words)}"
 
 
 def _build_record(name: str, row: dict[str, Any]) -> dict[str, Any]:

@@ -3,15 +3,12 @@
 from argparse import Namespace
 from pathlib import Path
 
+from stackexp.config.layers import get_group_folder
+from stackexp.config.yaml_files import list_yaml_names
 from stackexp.errors import ConfigError, suggest_name
 from stackexp.verbs.parser import Parser, Verb, count, flag, split_names
 
-MEMORIES = (
-    *("stacktrans", "queue", "push_only", "single_head", "full_dim", "authors_code"),
-    *("stacktrans-normalized", "stacktrans-empty_slot", "adapter"),
-    *("attention_residual", "dense_former", "hyper_connections", "mhc"),
-    *("residual_scale", "residual_stack", "residual_streams", "value_skip"),
-)
+MEMORIES = list_yaml_names(get_group_folder("model.memory"))
 
 
 class Efficiency(Verb):
@@ -64,5 +61,5 @@ class Efficiency(Verb):
             rows.append(row)
             print(f"{row.get('error', 'measured')}: {row['model']} ({row['implementation']})", flush=True)
             record = write_record(args.out, rows, configs=args.config, overrides=args.overrides)
-        print(f"\n{format_report(build_report(record, args.out), 'markdown' if args.markdown else 'terminal')}")
+        print(f"\n{format_report(build_report(record), 'markdown' if args.markdown else 'terminal')}")
         return 0
