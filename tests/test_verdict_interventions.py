@@ -21,7 +21,7 @@ from stackexp.inspection.interventions import measure_interventions
 from stackexp.inspection.pairs import measure_pairs
 from stackexp.reports.interventions import FILE, build_interventions, get_identity
 from stackexp.runs import RunFolder
-from stackexp.sweeps.verdict import load_verdict
+from stackexp.sweeps.verdict import load_verdicts
 from stackexp.tasks import TASKS
 
 
@@ -31,7 +31,7 @@ def test_interventions_are_measured_once(trained, tmp_path):
     arms = [{"name": "plain", "model.memory": None}, {"name": "stack"}]
     question = {"config": str(config), "arms": arms, "pairs": 4, "interventions_chunks": 8}
     (tmp_path / "copies.yaml").write_text(yaml.safe_dump(question))
-    verdict = load_verdict(tmp_path / "copies.yaml", [f"logging.root={tmp_path}"])
+    verdict = load_verdicts(tmp_path / "copies.yaml", [f"logging.root={tmp_path}"])[0]
     plan = verdict.load_or_write_plan()
     folders = [trial.folder.path for (arm, _, _), trial in verdict.build_pairs(plan).trials.items() if arm == "stack"]
     for folder in folders:
@@ -84,7 +84,7 @@ def test_interventions_on_formal_languages_use_all_validation_strings(tmp_path, 
     arms = [{"name": "plain", "model.memory": None}, {"name": "stack"}]
     question = {"config": str(trained / "config.yaml"), "arms": arms, "pairs": 4}
     Path("strings.yaml").write_text(yaml.safe_dump(question))
-    verdict = load_verdict(Path("strings.yaml"), [])
+    verdict = load_verdicts(Path("strings.yaml"))[0]
     for (arm, _, _), trial in verdict.build_pairs(verdict.load_or_write_plan()).trials.items():
         if arm == "stack":
             shutil.copytree(trained, trial.folder.path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from conftest import TINY
 
-from stackexp.sweeps.verdict import Verdict, load_verdict
+from stackexp.sweeps.verdict import Verdict, load_verdicts
 
 PROGRAM = Path(__file__).with_name("sweep_program.py")
 SEEDS = range(100, 108)
@@ -64,7 +64,7 @@ class Question:
         return done.stdout + done.stderr
 
     def load(self) -> Verdict:
-        return load_verdict(self.path)
+        return load_verdicts(self.path)[0]
 
     def list_runs(self, stage: str) -> list[str]:
         return sorted(path.parent.name.rpartition("-")[0] for path in (self.folder / stage).glob("*/result.json"))

@@ -1,7 +1,5 @@
 """The file of a verdict: its keys, their checks, and other budgets of steps."""
 
-import copy
-import dataclasses
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any, Literal, Optional
 
 from stackexp.config.fields import Errors, option
 from stackexp.config.layers import split_overrides
-from stackexp.config.yaml_files import Leaf, display_path, read_value
+from stackexp.config.yaml_files import Leaf, Tree, display_path, read_value
 from stackexp.errors import ConfigError, suggest_name
 from stackexp.sequential import MIN_PLANNED
 from stackexp.sweeps.schema import Resources, format_value
@@ -112,39 +110,34 @@ class VerdictConfig:
                 yield f"arms[{i}].{key}", "also in tuning.space, which would replace it; name the other arms there"
 
 
-def scale_steps(config: VerdictConfig, budget: float, path: Path) -> VerdictConfig:
-    """Multiply the steps in overrides, arms, tuned values and `each`; at least 1 unless they are 0.
+def scale_steps(tree: Tree, budget: float) -> Tree:
+    """Multiply the numbers below keys that end in _steps or _interval, and overrides of such options, by `budget`.
 
-    Raises ConfigError if the file does not set the steps, or an arm has a number of tokens.
+    Numbers remain at least 1 unless they are 0.
     """
 
-    def scale(key: str, value: Any) -> Any:
-        if not key.endswith(STEP_OPTIONS) or not isinstance(value, int | float):
-            return value
-        return max(min(value, 1), round(value * budget))
+    def scale(node: Any, key: str) -> Any:
+        if isinstance(node, Leaf):
+            value = scale(node.value, key)
+            return Leaf(value, node.origin, node.text if value == node.value else None)
+        if isinstance(node, dict):
+            return {name: scale(value, key if key.endswith(STEP_OPTIONS) else name) for name, value in node.items()}
+        if isinstance(node, list):
+            return [scale(value, key) for value in node]
+        if key == "overrides" and isinstance(node, str):
+            ((name, text, origin),) = split_overrides([node])
+            value = read_value(text, origin)
+            is_scaled = name.endswith(STEP_OPTIONS) and isinstance(value, Leaf)
+            return f"{name}={format_value(scale(value.value, name))}" if is_scaled else node
+        is_number = isinstance(node, int | float) and not isinstance(node, bool)
+        return max(min(node, 1), round(node * budget)) if is_number and key.endswith(STEP_OPTIONS) else node
 
-    def scale_override(text: str) -> str:
-        ((key, value, origin),) = split_overrides([text])
-        leaf = read_value(value, origin)
-        return f"{key}={format_value(scale(key, leaf.value))}" if isinstance(leaf, Leaf) else text
+    return scale(tree, "")
 
-    if budget == 1:
-        return config
-    overrides = list(map(scale_override, config.overrides))
-    if not any(text.startswith(f"{STEPS}=") and text[len(STEPS) + 1 :].isdigit() for text in overrides):
+
+def check_scaled(config: VerdictConfig, path: Path) -> None:
+    """Raise ConfigError if the file does not set the steps that --budget scales, or an arm has a number of tokens."""
+    if not any(re.fullmatch(rf"{re.escape(STEPS)}=\d+", text) for text in config.overrides):
         raise ConfigError(f"{display_path(path)}: overrides: --budget requires {STEPS}=STEPS here")
     if any(TOKENS in arm for arm in config.arms):
         raise ConfigError(f"{display_path(path)}: arms: --budget does not scale {TOKENS}; set {STEPS} instead")
-    tuning = copy.deepcopy(config.tuning)
-    for key, space in tuning.space.items() if tuning else ():
-        space.values = space.values and [scale(key, value) for value in space.values]
-        space.low, space.high = scale(key, space.low), scale(key, space.high)
-    if tuning:
-        tuning.overrides = list(map(scale_override, tuning.overrides))
-    return dataclasses.replace(
-        config,
-        overrides=overrides,
-        arms=[{key: scale(key, value) for key, value in arm.items()} for arm in config.arms],
-        each={key: [scale(key, value) for value in values] for key, values in config.each.items()},
-        tuning=tuning,
-    )

@@ -24,7 +24,7 @@ from stackexp.errors import ConfigError, RunError, StoppedError
 from stackexp.files import read_hashed_json, write_hashed_json
 from stackexp.runs import RunFolder, hash_plugins
 from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, choose_batch, count_pairs, judge
-from stackexp.sweeps.question import FREE, STEP_OPTIONS, VerdictConfig, scale_steps
+from stackexp.sweeps.question import FREE, STEP_OPTIONS, VerdictConfig, check_scaled, scale_steps
 from stackexp.sweeps.schema import SweepConfig, Values, expand, format_value
 from stackexp.sweeps.sweep import STEPS, Sweep
 from stackexp.sweeps.trials import Trial, compute_config_hash, get_number, has_diverged, read_failure
@@ -423,28 +423,24 @@ class Verdict:
         return launcher == "local"
 
 
-def load_verdict(path: Path, overrides: Iterable[str] = ()) -> Verdict:
-    """Load and check the file of a verdict. Raises ConfigError."""
-    _, tree = read_file(path)
-    config, overrides = build_dataclass(VerdictConfig, tree), tuple(overrides)
-    tuning = config.tuning or Tuning()
-    for key, _, origin in split_overrides([*config.overrides, *tuning.overrides, *overrides]):
-        if key in config.list_own_keys():
-            raise ConfigError(f"{key} is chosen by the verdict, or differs between its arms; change it there", origin)
-    return Verdict(path, config, tree, overrides)
-
-
 def load_verdicts(path: Path, overrides: Iterable[str] = (), budget: float = 1.0) -> list[Verdict]:
     """Load a verdict for every combination of the values of `each`, in folders of their own below the name.
 
     `budget` multiplies all options of the file that end in _steps or _interval. Raises ConfigError.
     """
-    verdict = load_verdict(path, overrides)
-    if budget != 1 and (steps := [o for o in verdict.overrides if o.partition("=")[0].endswith(STEP_OPTIONS)]):
-        raise ConfigError(f"{steps[0]}: --budget multiplies the steps of the file; change them there")
-    name = verdict.name + f"-budget-{budget:g}" * (budget != 1)
-    scaled = scale_steps(verdict.config, budget, path)
-    config, each = dataclasses.replace(scaled, name=name, each={}), scaled.each
+    _, tree = read_file(path)
+    tree, overrides = tree if budget == 1 else scale_steps(tree, budget), tuple(overrides)
+    config = build_dataclass(VerdictConfig, tree)
+    tuning = config.tuning or Tuning()
+    for key, _, origin in split_overrides([*config.overrides, *tuning.overrides, *overrides]):
+        if key in config.list_own_keys():
+            raise ConfigError(f"{key} is chosen by the verdict, or differs between its arms; change it there", origin)
+    if budget != 1:
+        check_scaled(config, path)
+        if steps := [o for o in overrides if o.partition("=")[0].endswith(STEP_OPTIONS)]:
+            raise ConfigError(f"{steps[0]}: --budget multiplies the steps of the file; change them there")
+    name = (config.name or path.stem) + f"-budget-{budget:g}" * (budget != 1)
+    config, each = dataclasses.replace(config, each={}), config.each
     verdicts: list[Verdict] = []
     for combination in itertools.product(*each.values()):
         own = [f"{key}={format_value(value)}" for key, value in zip(each, combination, strict=True)]
@@ -453,7 +449,7 @@ def load_verdicts(path: Path, overrides: Iterable[str] = (), budget: float = 1.0
         if label in (other.name for other in verdicts):
             raise ConfigError(f"{display_path(path)}: each: two questions have the folder {label}; change a value")
         changed = dataclasses.replace(config, name=label, overrides=config.overrides + own)
-        verdicts.append(dataclasses.replace(verdict, config=changed, budget=budget))
+        verdicts.append(Verdict(path, changed, tree, overrides, budget))
     return verdicts
 
 
