@@ -39,7 +39,6 @@ from stackexp import stack  # noqa: E402
 from stackexp.benchmarking import (  # noqa: E402
     TRANSFORMER,
     BenchmarkedModel,
-    Case,
     alternate,
     choose_device,
     compare,
@@ -246,7 +245,7 @@ def measure_training(run: Measurements) -> None:
                 if run.seconds_left < 2 * LAST_SECONDS:
                     raise TimeoutError("no time left")
                 started = time.monotonic()
-                subject = BenchmarkedModel(Case(model), [CONFIG], overrides, run.device)
+                subject = BenchmarkedModel(model, [CONFIG], overrides, run.device)
                 synchronize()
                 names["first_step_seconds"] = time.monotonic() - started
                 if model == TRANSFORMER:
@@ -354,7 +353,7 @@ def measure_decoding(run: Measurements) -> None:
     bandwidth, seconds = measure_bandwidth(run.device), None
     for model in (TRANSFORMER, "stacktrans"):
         with run.attempt("decoding", model):
-            subject = BenchmarkedModel(Case(model), [CONFIG], [*overrides, *(TINY if run.tiny else [])], run.device)
+            subject = BenchmarkedModel(model, [CONFIG], [*overrides, *(TINY if run.tiny else [])], run.device)
             own = subject.measure_decode()
             seconds = seconds or own
             bound = subject.count_decode_bytes() / bandwidth

@@ -159,26 +159,17 @@ ALSO_BY_REFERENCE = ("stacktrans", "full_dim")
 """Memories that are also measured with the reference implementation, to show the gain."""
 
 
-class Ceilings(NamedTuple):
-    """The speed of a device on large tensors."""
-
-    flops: float  # per second, of a matrix product
-    bandwidth: float  # bytes per second, of a copy
-
-
-class Case(NamedTuple):
-    """A model, TRANSFORMER or a choice of `model.memory`, and the implementation of its stack."""
-
-    model: str
-    implementation: str = "auto"
-
-
 class BenchmarkedModel:
-    """One model with its optimizer, and a method for each measured pass. Weights are drawn from seed 0."""
+    """One model with its optimizer, and a method for each measured pass. Weights are drawn from seed 0.
 
-    def __init__(self, case: Case, configs: list[str], overrides: list[str], device: torch.device):
-        self.case, self.device = case, device
-        memory = "null" if case.model == TRANSFORMER else case.model
+    `name` is TRANSFORMER or a choice of `model.memory`; `implementation` is that of its stack.
+    """
+
+    def __init__(
+        self, name: str, configs: list[str], overrides: list[str], device: torch.device, implementation: str = "auto"
+    ):
+        self.name, self.implementation, self.device = name, implementation, device
+        memory = "null" if name == TRANSFORMER else name
         self.config = compose(configs, [*overrides, f"model.memory={memory}"])
         torch.manual_seed(0)
         before = torch.cuda.memory_allocated()
@@ -196,7 +187,7 @@ class BenchmarkedModel:
     @contextlib.contextmanager
     def _mode(self, training: bool) -> Iterator[None]:
         self.model.train(training)
-        with stack.use_implementation(self.case.implementation), self._autocast, torch.set_grad_enabled(training):
+        with stack.use_implementation(self.implementation), self._autocast, torch.set_grad_enabled(training):
             yield
 
     def train(self) -> None:
@@ -243,36 +234,33 @@ class BenchmarkedModel:
 def measure_efficiency(
     memories: list[str], configs: list[str], overrides: list[str], rounds: int, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for the Transformer against itself, which shows the noise, then one for each memory."""
-    cases = [Case(TRANSFORMER)]
+    """Yield a row for the Transformer against itself, which shows the noise, then one for each memory.
+
+    If a model does not fit on the GPU, its row has an `error` instead of measurements.
+    """
+    cases = [(TRANSFORMER, "auto")]
     for memory in memories:
-        cases += [Case(memory), *[Case(memory, "reference")] * (memory in ALSO_BY_REFERENCE)]
-    base = BenchmarkedModel(cases[0], configs, overrides, device)
+        cases += [(memory, "auto"), *[(memory, "reference")] * (memory in ALSO_BY_REFERENCE)]
+    base = BenchmarkedModel(TRANSFORMER, configs, overrides, device)
     dtype = torch.bfloat16 if "bf16" in base.config.trainer.precision else torch.float32
-    ceilings = Ceilings(measure_peak_flops(device, dtype), measure_bandwidth(device))
-    for case in cases:
-        row = _measure_case(case, base, configs, overrides, rounds, ceilings)
+    flops, bandwidth = measure_peak_flops(device, dtype), measure_bandwidth(device)
+    for name, implementation in cases:
+        row: dict[str, Any] = {"model": name, "implementation": implementation}
+        try:
+            subject = BenchmarkedModel(name, configs, overrides, device, implementation)
+            base_results, results = alternate([base, subject], BenchmarkedModel.measure, rounds)
+            row |= _summarize(subject, results, base_results) | _compute_shares(subject, results, flops, bandwidth)
+        except torch.OutOfMemoryError:
+            row["error"] = "out of memory"
+        subject = base  # to release the memory of the measured model
         gc.collect()
         torch.cuda.empty_cache()
         yield row
 
 
-def _measure_case(
-    case: Case, base: BenchmarkedModel, configs: list[str], overrides: list[str], rounds: int, ceilings: Ceilings
-) -> dict[str, Any]:
-    """Return the row of a case; if it does not fit on the GPU, the row has an `error` instead of measurements."""
-    try:
-        subject = BenchmarkedModel(case, configs, overrides, base.device)
-        base_results, results = alternate([base, subject], BenchmarkedModel.measure, rounds)
-    except torch.OutOfMemoryError:
-        return {"model": case.model, "implementation": case.implementation, "error": "out of memory"}
-    return _summarize(subject, results, base_results) | _compute_shares(subject, results, ceilings)
-
-
 def _summarize(subject: BenchmarkedModel, own: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, Any]:
     """Return medians, and `<quantity>_ratio` and `<quantity>_spread` (quartiles) over the Transformer."""
-    row: dict[str, Any] = {"model": subject.case.model, "implementation": subject.case.implementation}
-    row["parameters"] = subject.model.num_parameters()
+    row: dict[str, Any] = {"parameters": subject.model.num_parameters()}
     row["flops_per_token"] = subject.model.flops_per_token(subject.config.data.context_length)
     for quantity in own[0]:
         values = [result[quantity] for result in own]
@@ -282,14 +270,16 @@ def _summarize(subject: BenchmarkedModel, own: list[dict[str, float]], base: lis
     return row
 
 
-def _compute_shares(subject: BenchmarkedModel, own: list[dict[str, float]], ceilings: Ceilings) -> dict[str, float]:
-    """Return tokens/s, the shares of the ceilings, and MFU: the share of the vendor's figure.
+def _compute_shares(
+    subject: BenchmarkedModel, own: list[dict[str, float]], peak_flops: float, bandwidth: float
+) -> dict[str, float]:
+    """Return tokens/s, the shares of the device's FLOP/s and bytes per second, and MFU: the share of the vendor's.
 
     `decode_bound`: the seconds in which a copy moves as many bytes as a token of decoding must read.
     """
     tokens_per_second = subject.tokens.numel() / statistics.median(result["train"] for result in own)
     flops = subject.model.flops_per_token(subject.config.data.context_length) * tokens_per_second
-    bound = subject.count_decode_bytes() / ceilings.bandwidth
-    shares = {"tokens_per_second": tokens_per_second, "peak_share": flops / ceilings.flops}
+    bound = subject.count_decode_bytes() / bandwidth
+    shares = {"tokens_per_second": tokens_per_second, "peak_share": flops / peak_flops}
     shares |= {"decode_bound": bound, "bandwidth_share": bound / statistics.median(result["decode"] for result in own)}
     return shares | ({"mfu": flops / peak} if (peak := get_peak_flops(subject.device)) else {})

@@ -140,7 +140,7 @@ def test_efficiency_reports_multiples_of_the_transformer(tmp_path, capsys):
 
 def test_efficiency_continues_after_a_model_that_does_not_fit(tmp_path, capsys, monkeypatch):
     def train(subject: benchmarking.BenchmarkedModel) -> None:
-        if subject.case.model == "stacktrans":
+        if subject.name == "stacktrans":
             raise torch.OutOfMemoryError("CUDA out of memory")
         original(subject)
 
@@ -178,8 +178,7 @@ def test_efficiency_compiles_the_sublayers_once_for_all_models(monkeypatch):
 
 def test_decoding_reads_weights_keys_and_values_once():
     for options, unread in (["model.tie_embeddings=true"], 0), (["model.tie_embeddings=false"], 4096 * 16):
-        case = benchmarking.Case("single_head")
-        subject = benchmarking.BenchmarkedModel(case, ["quickstart"], [*SMALL, *options], torch.device("cpu"))
+        subject = benchmarking.BenchmarkedModel("single_head", ["quickstart"], [*SMALL, *options], torch.device("cpu"))
         keys_and_values = 2 * 2 * 8 * 3 * 2 * 4  # batch, tokens, layers, heads, head size
         assert subject.count_decode_bytes() == 4 * (subject.model.num_parameters() - unread + keys_and_values)
 
@@ -188,8 +187,8 @@ def test_a_case_runs_with_its_own_implementation(monkeypatch):
     used = []
     select = dispatch._select
     monkeypatch.setattr(dispatch, "_select", lambda automatic: used.append(select(automatic)) or used[-1])
-    case = benchmarking.Case("stacktrans", "reference")
-    subject = benchmarking.BenchmarkedModel(case, ["quickstart"], SMALL, torch.device("cpu"))
+    device = torch.device("cpu")
+    subject = benchmarking.BenchmarkedModel("stacktrans", ["quickstart"], SMALL, device, "reference")
     subject.train()
     subject.prefill()
     subject.measure_decode()
