@@ -149,26 +149,6 @@ KINDS = {
 """The fields of `MemoryUse` and their names in the table."""
 
 
-def to_dict(plan: TrainingPlan) -> dict[str, Any]:
-    """Return a plan as plain numbers: bytes, FLOPs, tokens, hours."""
-    trainer = plan.config.trainer
-    names = ("parameters", "memory_parameters", "flops_per_token", "flops", "tokens", "tokens_per_second", "hours")
-    return {
-        "name": plan.config.name,
-        "device": plan.device,
-        "devices": trainer.devices,
-        "num_nodes": trainer.num_nodes,
-        "strategy": plan.strategy,
-        "precision": trainer.precision,
-        "mfu": plan.mfu,
-        **{name: getattr(plan, name) for name in (*names, "gpu_hours", "checkpoint_bytes", "peak")},
-        "usable_bytes": plan.usable_bytes,
-        "fits": plan.fits,
-        "training": vars(plan.training),
-        "validation": vars(plan.validation) if plan.validation else None,
-    }
-
-
 def format_plan(plan: TrainingPlan) -> str:
     """Return two tables: the run, and the memory of a rank."""
     return f"{format_table(_build_run_rows(plan))}\n\n{_format_memory(plan)}"

@@ -121,12 +121,6 @@ class Status:
     attempts: int
     cause: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the status with the name, the folder and the last step of the trial."""
-        trial, folder = self.trial, str(self.trial.folder.path)
-        names = {"trial": trial.name, "folder": folder, "max_steps": trial.config.trainer.max_steps}
-        return names | {key: value for key, value in vars(self).items() if key != "trial"}
-
 
 def read_status(trial: Trial, objective: str) -> Status:
     """Return the current status of a trial."""

@@ -1,11 +1,10 @@
 """List, show and explain configs."""
 
-import json
 from argparse import Namespace
 
 from stackexp.config.layers import list_catalog
 from stackexp.tables import format_table
-from stackexp.verbs.parser import Parser, Verb, flag, list_configs
+from stackexp.verbs.parser import Parser, Verb, list_configs
 
 INTRODUCTIONS = {  # kind of entry -> the line above its table
     "config": "",
@@ -21,15 +20,8 @@ class List(Verb):
 
     examples = ("configs list",)
 
-    def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("--json", **flag("print a list of objects: kind, name and purpose"))
-
     def run(self, args: Namespace) -> int:
         entries = list_catalog()
-        if args.json:
-            objects = [{"kind": kind, "name": name, "purpose": purpose} for kind, name, purpose in entries]
-            print(json.dumps(objects, indent=2, ensure_ascii=False))
-            return 0
         for kind, introduction in INTRODUCTIONS.items():
             rows = [(name, purpose) for other, name, purpose in entries if other == kind]
             print(introduction + format_table(rows, header=(kind, "purpose")))

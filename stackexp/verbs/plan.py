@@ -1,13 +1,12 @@
 """Predict the cost of a run, and find models of equal cost."""
 
-import json
 import math
 from argparse import Namespace
 from pathlib import Path
 
 from stackexp.errors import RunError
 from stackexp.planning.devices import DEFAULT_DEVICE, DEFAULT_MFU, DEVICES
-from stackexp.verbs.parser import Parser, Verb, flag
+from stackexp.verbs.parser import Parser, Verb
 
 MATCHED = {"parameters": "parameters", "flops": "training FLOPs per token", "memory": "peak bytes per rank"}
 VARIED = ("intermediate_size", "hidden_size", "num_layers")
@@ -25,7 +24,7 @@ class Plan(Verb):
 
     examples = (
         "plan --config pretrain/stacktrans-7b trainer=fsdp trainer.num_nodes=8",
-        "plan --config pretrain/stacktrans-360m --device a100 --mfu 0.35 --json",
+        "plan --config pretrain/stacktrans-360m --device a100 --mfu 0.35",
         "plan --effect 0.01 --runs docs/results/ablation_small --baseline transformer_wide",
     )
 
@@ -34,7 +33,6 @@ class Plan(Verb):
         add = parser.add_argument
         add("--device", default=DEFAULT_DEVICE, choices=DEVICES, help="type of GPU (default: %(default)s)")
         add("--mfu", type=float, default=DEFAULT_MFU, help="model FLOPs utilization (default: %(default)s)")
-        add("--json", **flag("print JSON"))
         add("--effect", type=float, metavar="NATS", help="print the pairs that find this difference in loss")
         add("--runs", nargs="+", metavar="RUNS", type=Path, help="finished runs that show the noise, with --effect")
         add("--baseline", metavar="ARM", help="the arm that the others are paired with (default: as `report ablation`)")
@@ -51,10 +49,10 @@ class Plan(Verb):
         from stackexp.config.compose import compose
 
         config = compose(args.config, args.overrides)
-        from stackexp.planning.cost import format_bytes, format_plan, make_plan, suggest_changes, to_dict
+        from stackexp.planning.cost import format_bytes, format_plan, make_plan, suggest_changes
 
         plan = make_plan(config, args.device, args.mfu)
-        print(json.dumps(to_dict(plan), indent=2) if args.json else format_plan(plan), flush=True)
+        print(format_plan(plan), flush=True)
         if not plan.fits:
             excess = format_bytes(plan.peak - plan.usable_bytes)
             raise RunError(
@@ -69,7 +67,7 @@ def _plan_pairs(args: Namespace) -> int:
         args.parser.error("--effect requires --runs, and --runs requires --effect")
     if not 0 < args.effect < math.inf:
         args.parser.error(f"--effect: expected a finite number above 0, found {args.effect}")
-    unused = {"--config": args.config, "--json": args.json, "--device": args.device != DEFAULT_DEVICE}
+    unused = {"--config": args.config, "--device": args.device != DEFAULT_DEVICE}
     unused |= {"--mfu": args.mfu != DEFAULT_MFU} | dict.fromkeys(args.overrides, True)
     for option in (option for option, is_given in unused.items() if is_given):
         args.parser.error(f"--effect plans from --runs and has no {option}; omit it")

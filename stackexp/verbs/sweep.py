@@ -1,6 +1,5 @@
 """Run sweeps, and show, stop and compare their trials."""
 
-import json
 import shlex
 import signal
 from argparse import Namespace
@@ -63,7 +62,6 @@ class Status(Verb):
 
     def add_arguments(self, parser: Parser) -> None:
         parser.add_sweep()
-        parser.add_argument("--json", **flag("print a list of objects"))
 
     def run(self, args: Namespace) -> int:
         from stackexp.sweeps.sweep import load_last_run
@@ -72,11 +70,7 @@ class Status(Verb):
         sweep.check_trials()
         from stackexp.sweeps.status import format_sweep_status, read_statuses
 
-        statuses = read_statuses(sweep)
-        if args.json:
-            print(json.dumps([status.to_dict() for status in statuses], indent=2))
-        else:
-            print(format_sweep_status(sweep, statuses))
+        print(format_sweep_status(sweep, read_statuses(sweep)))
         return 0
 
 
