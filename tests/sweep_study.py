@@ -11,7 +11,7 @@ import yaml
 from conftest import TINY
 
 from stackexp.sweeps.sweep import load_sweep
-from stackexp.sweeps.trials import State, Trial, get_state
+from stackexp.sweeps.trials import Trial, TrialState, get_state
 
 PROGRAM = Path(__file__).with_name("sweep_program.py")
 ALL_STEPS = list(range(1, 11))
@@ -65,7 +65,7 @@ class Study:
         assert [process.returncode for process in workers] == [expect] * len(workers), outputs
         return "\n".join(outputs)
 
-    def get_states(self) -> list[State]:
+    def get_states(self) -> list[TrialState]:
         return [get_state(trial) for trial in self.trials]
 
     def count_attempts(self) -> list[int]:

@@ -32,7 +32,7 @@ from stackexp.certification.automata import (
     format_string,
 )
 from stackexp.certification.certify import Certificate, describe_learned, harden
-from stackexp.certification.machine import Machine, hash_rows, list_prefixes
+from stackexp.certification.machine import NetworkMachine, hash_rows, list_prefixes
 from stackexp.evaluation.loading import load_run
 from stackexp.models.transformer import Cache
 from stackexp.tasks import TASKS
@@ -116,7 +116,7 @@ def test_enumerated_states_include_strings_in_batches_of_every_size(tmp_path, mo
     options = ("model.num_layers=1", "model.attention_window=1", "model.memory.num_heads=1")
     run = write_run(tmp_path, "formal/stacktrans/parity_check", *options)
     loaded, known = load_run(run[1], run[3]), set()
-    hard = harden(loaded, Machine(loaded.model, 2, batch_size=regular.BATCH_SIZE))
+    hard = harden(loaded, NetworkMachine(loaded.model, 2, batch_size=regular.BATCH_SIZE))
 
     def record_states(cache):
         keys = hash_rows(cache)
@@ -137,7 +137,7 @@ def test_enumerated_states_include_strings_in_batches_of_every_size(tmp_path, mo
 
 
 def test_a_network_whose_bits_depend_on_the_row_has_no_proof(parity):
-    class Uneven(Machine):
+    class Uneven(NetworkMachine):
         def read(self, cache, tokens):
             cache = super().read(cache, tokens)
             for layer, state in cache.states.items():
@@ -147,7 +147,7 @@ def test_a_network_whose_bits_depend_on_the_row_has_no_proof(parity):
             return cache
 
     model = load_run(parity[1], parity[3]).model
-    assert regular.close_states(Machine(model, 2, batch_size=16), 2)[1] == 3
+    assert regular.close_states(NetworkMachine(model, 2, batch_size=16), 2)[1] == 3
     assert regular.close_states(Uneven(model, 2, batch_size=16), 2) is None
 
 
@@ -256,7 +256,7 @@ def test_a_network_that_forgets_differs_after_many_repetitions(tmp_path, capsys)
         if (answers != expected[:, length - 1]).any():
             break
     for batch_size in (None, 16):
-        machine = Machine(model, 2, batch_size=batch_size)
+        machine = NetworkMachine(model, 2, batch_size=batch_size)
         found, loops, repeated = regular.repeat_loops(machine, automaton, 3 * wrong_after, 3 * wrong_after)
         assert loops == 8
         assert repeated < loops
@@ -271,7 +271,7 @@ def test_a_wrong_answer_in_one_phase_of_a_loop_is_found(dense_length):
 
 
 def test_loops_stop_after_all_states_repeat(parity):
-    machine = Machine(load_run(parity[1], parity[3]).model, 2, batch_size=regular.BATCH_SIZE)
+    machine = NetworkMachine(load_run(parity[1], parity[3]).model, 2, batch_size=regular.BATCH_SIZE)
     read, lengths = machine.read, []
     machine.read = lambda cache, tokens: lengths.append(cache.length) or read(cache, tokens)
     assert regular.repeat_loops(machine, REGULAR["parity_check"](), 5000, 5000) == (None, 8, 8)
@@ -348,7 +348,7 @@ def test_proofs_for_stacks_hold_on_all_short_strings(tmp_path, task, build, shar
         proof = stack_proof.prove(model, STACK_TASKS[task], num_empty)
         proved.append(proof.longest if proof else 0)
         if proof is not None and proof.longest:
-            machine = Machine(model, TASKS[task].num_symbols)
+            machine = NetworkMachine(model, TASKS[task].num_symbols)
             assert not stacks.compare_all(machine, STACK_TASKS[task], num_empty, min(proof.longest, 7)).differing
             assert (proof.heads, proof.is_late) == ([0], build is build_late_reverse)
     assert min(proved) == 0
@@ -381,7 +381,7 @@ def test_soft_actions_limit_the_proved_length(tmp_path, sharpness, proved, fails
     assert stack_proof.prove(model, task, lambda length: length).longest == proved
     for length, is_right in ((proved, True), (fails_at, False)):
         strings = [rng.integers(0, 2, (200, length))]
-        found = stacks.compare_random(Machine(model, 2), task, lambda length: length, strings)
+        found = stacks.compare_random(NetworkMachine(model, 2), task, lambda length: length, strings)
         assert (found.differing == 0) == is_right
 
 

@@ -6,7 +6,7 @@ import pytest
 from formal_runs import ALL_LENGTHS, MODELS, finish, write_run
 
 from stackexp.reports.formal import draw_bars, draw_curves
-from stackexp.reports.formal_runs import collect_results
+from stackexp.reports.formal_runs import collect_cells
 from stackexp.reports.report import abbreviate_thousands, new_figure, save_figure
 
 
@@ -34,7 +34,7 @@ def test_the_legend_has_the_colors_of_the_bars(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for model in MODELS:
         finish(write_run(Path("runs", model), model, "even_pairs"), beyond=0.5)
-    figure = draw_bars(collect_results([Path("runs")], ALL_LENGTHS))
+    figure = draw_bars(collect_cells([Path("runs")], ALL_LENGTHS))
     (legend,) = figure.legends
     shown = [patch.get_facecolor() for patch in legend.get_patches()]
     drawn = [bar.get_facecolor() for axes in figure.axes for bar in axes.patches]
@@ -47,7 +47,7 @@ def test_no_text_of_the_figures_is_cut(models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for model in models:
         finish(write_run(Path("runs", model), model, "even_pairs"), beyond=0.5)
-    few = collect_results([Path("runs")], ALL_LENGTHS)
+    few = collect_cells([Path("runs")], ALL_LENGTHS)
     for figure in (draw_bars(few), draw_curves(few)):
         figure.draw_without_rendering()
         for text in [figure._supxlabel, *(label for legend in figure.legends for label in legend.get_texts())]:

@@ -9,7 +9,7 @@ from language_runs import write_run
 
 from stackexp.cli import main
 from stackexp.errors import RunError
-from stackexp.evaluation.benchmarks.results import Evaluation, TaskScores, add_evaluation
+from stackexp.evaluation.benchmarks.results import BenchmarkEvaluation, TaskScores, add_evaluation
 from stackexp.reports import benchmarks
 from stackexp.reports.benchmarks import build_benchmarks, draw_benchmarks
 from stackexp.tables import ABSENT
@@ -23,7 +23,7 @@ def write_scores(path, accuracies, step=10, limit=None, checkpoint="runs/x/check
         for name, accuracy in accuracies.items()
     }
     tokens = step and step * 1024
-    add_evaluation(path, Evaluation(checkpoint, step, tokens, "now", limit, shots, "0.4.13", tasks, **more))
+    add_evaluation(path, BenchmarkEvaluation(checkpoint, step, tokens, "now", limit, shots, "0.4.13", tasks, **more))
 
 
 @pytest.fixture

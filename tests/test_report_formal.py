@@ -16,7 +16,7 @@ from stackexp.errors import RunError
 from stackexp.files import read_hashed_json, write_hashed_json
 from stackexp.reports import formal
 from stackexp.reports.formal import build_curve, build_formal
-from stackexp.reports.formal_runs import COLUMNS, TABLE_1, Results, collect_results, get_printed_score, name_column
+from stackexp.reports.formal_runs import COLUMNS, TABLE_1, Results, collect_cells, get_printed_score, name_column
 from stackexp.reports.report import escape_latex, format_report
 from stackexp.tables import ABSENT
 from stackexp.tasks import TASKS
@@ -39,7 +39,7 @@ def test_printed_scores_are_those_of_table_1():
 def test_column_follows_from_the_config(runs):
     for model in MODELS:
         finish(write_run(runs / model, model, "even_pairs"), beyond=0.5)
-    report = collect_results([runs], ALL_LENGTHS)
+    report = collect_cells([runs], ALL_LENGTHS)
     assert {Path(run.row["path"]).name: run.column for run in report.runs} == dict(zip(COLUMNS, COLUMNS, strict=True))
     row = report.cells["even_pairs", "StackTrans"].runs[0].row
     queue, feedback = {"model.memory.discipline": "queue"}, {"model.memory.feedback": False}
@@ -108,7 +108,7 @@ def test_score_covers_the_requested_lengths(runs):
     """Accuracy is interpolated between the tested lengths: here it falls from 95 to 104."""
     finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.5, up_to_100=0.9, stride=9)
     assert read_row(format_formal(runs, NEAR_LENGTHS), "even_pairs")["LSTM"] == "0.89↓ / 0.89 (0/1)"
-    (run,) = collect_results([runs], ALL_LENGTHS).runs
+    (run,) = collect_cells([runs], ALL_LENGTHS).runs
     falling = [0.5 + 0.4 * share / 9 for share in range(8, 0, -1)]  # at 96 to 103
     expected = (55 * 0.9 + sum(falling) + 397 * 0.5) / 460
     assert run.compute_score(ALL_LENGTHS) == pytest.approx(expected)
@@ -140,7 +140,7 @@ def test_other_families_follow_with_lengths_of_their_own(runs, tmp_path):
     assert read_row(text, "gone")["LSTM"] == "0.62 / 0.62 (0/1)"
     assert "word_problem_a5" not in text
     assert "plugin not loaded (" in text
-    results = collect_results([runs], ALL_LENGTHS)
+    results = collect_cells([runs], ALL_LENGTHS)
     assert [results.guess_accuracy(task) for task in ("word_problem_s3", "dyck_2_3", "gone")] == [1 / 6, 1 / 2, 1 / 4]
     records = {record["task"]: record for record in report.records if record["in_table"]}
     assert records["word_problem_s3"]["class"] == "state tracking"
@@ -254,7 +254,7 @@ def test_changed_results_are_one_line(runs, file):
     path = finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.5, file=file) / file
     path.write_text(path.read_text().replace("0.5", "0.9", 1))
     with pytest.raises(RunError, match=rf"a/{file}: not as it was written"):
-        collect_results([runs], ALL_LENGTHS)
+        collect_cells([runs], ALL_LENGTHS)
 
 
 def test_training_on_the_tested_lengths_is_noted(runs):
@@ -284,7 +284,7 @@ def test_unfinished_runs_are_marked(runs):
 def test_other_folders_are_skipped_with_a_note(runs):
     run = write_run(runs / "one", "LSTM", "even_pairs")
     with pytest.raises(RunError, match=r"no finished run on a formal language \(1 runs are unfinished or not tested"):
-        collect_results([runs], ALL_LENGTHS)
+        collect_cells([runs], ALL_LENGTHS)
     finish(run, beyond=0.5)
     options = "seed: 0\nplugins: []\ntrainer: {max_steps: 1}\n"
     other = runs.parent / "quickstart" / "id"
@@ -297,10 +297,10 @@ def test_other_folders_are_skipped_with_a_note(runs):
     text = format_formal(runs.parent)
     assert f"- skipped, not a formal language: {without_task}, {other}\n" in text
     with pytest.raises(RunError, match=r"^nothing: no such folder; give run folders"):
-        collect_results(["nothing"], ALL_LENGTHS)
+        collect_cells(["nothing"], ALL_LENGTHS)
     Path("empty").mkdir()
     with pytest.raises(RunError, match=r"^empty: no run folder in it or below; give runs/"):
-        collect_results(["empty"], ALL_LENGTHS)
+        collect_cells(["empty"], ALL_LENGTHS)
 
 
 @pytest.fixture
@@ -313,7 +313,7 @@ def report(runs) -> Results:
                 stride = 9 if (model, task, seed) == ("StackRNN", "even_pairs", 1) else 1
                 finish(run, beyond=0.4 + 0.1 * number + 0.05 * seed, up_to_100=0.95, stride=stride)
     write_run(runs / "begun~^{x}", "LSTM", "even_pairs", seed=5)
-    return collect_results([runs], ALL_LENGTHS)
+    return collect_cells([runs], ALL_LENGTHS)
 
 
 def test_curve_has_the_range_of_the_seeds_where_all_were_tested(report):

@@ -7,7 +7,7 @@ import pytest
 from config_files import build_sweep, finish_trial
 
 from stackexp import cli
-from stackexp.reports.grid import build_grid, collect_results, draw_grid
+from stackexp.reports.grid import build_grid, draw_grid, summarize_trials
 from stackexp.sweeps.sweep import Sweep
 
 H, D, S = "model.memory.num_heads", "model.memory.head_dim", "model.memory.num_slots"
@@ -36,7 +36,7 @@ def test_curves_and_heat_maps(capsys):
     assert Path("grid.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(csv.DictReader(Path("grid.csv").read_text().splitlines()))) == 11
 
-    figure = draw_grid(collect_results(sweep), sweep.config.center, [H, D, S])
+    figure = draw_grid(summarize_trials(sweep), sweep.config.center, [H, D, S])
     top, bottom = figure.subfigs
     xs, ys = top.axes[1].lines[1].get_data()
     assert list(xs) == [4, 8, 16]

@@ -27,7 +27,7 @@ from stackexp.models.stack_recording import ACTIONS, record_memories
 from stackexp.models.transformer import Cache
 from stackexp.reports.formal_runs import FormalRun
 from stackexp.reports.report import format_report
-from stackexp.reports.states import StateRun, build_report, compute_auc, correlate_ranks
+from stackexp.reports.states import StateRun, build_state_report, compute_auc, correlate_ranks
 from stackexp.stack import use_implementation
 from stackexp.tables import ABSENT
 from stackexp.tasks import TASKS
@@ -240,7 +240,7 @@ def test_prediction_compares_figures_with_the_validation_accuracy():
     scores = [1.0, 0.995, 0.99, 1.0, 0.9, 0.7, 0.5, 0.98]
     ratios = [0.1, 0.2, 0.3, 0.15, 0.6, 0.7, 0.9, 0.5]
     runs = make_runs(scores, [1.0] * 6 + [0.6, 1.0], ratios)
-    text = format_report(build_report(runs, []), "markdown")
+    text = format_report(build_state_report(runs, []), "markdown")
     assert "Of 7 runs with an accuracy of at least 0.99 at 41..60, 3 fail" in text
     cells = read_row(text, "hidden: within/between at 60")
     assert cells[:2] == ["8", "4"]
@@ -256,10 +256,10 @@ def test_prediction_compares_figures_with_the_validation_accuracy():
 
 def test_few_runs_have_no_interval_and_no_prediction():
     few = make_runs([1.0, 1.0, 0.5, 0.5, 0.5], [1.0, 1.0, 0.5, 0.6, 0.7], [0.1, 0.2, 0.5, 0.6, 0.7])
-    text = format_report(build_report(few, []), "markdown")
+    text = format_report(build_state_report(few, []), "markdown")
     assert read_row(text, "hidden: within/between at 60")[3] == "1.00 (too few runs)"
     for runs in (few[:3], few[2:]):
-        text = format_report(build_report(runs, []), "markdown")
+        text = format_report(build_state_report(runs, []), "markdown")
         assert "no prediction: it requires 4 runs, some solved and some not" in text
         assert "AUC" not in text
 

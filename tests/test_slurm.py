@@ -10,7 +10,7 @@ from sweep_study import ALL_STEPS, Study
 from verdict_question import Question
 
 from stackexp.cli import main
-from stackexp.sweeps.trials import State, read_claim, read_failure
+from stackexp.sweeps.trials import TrialState, read_claim, read_failure
 
 SUBMIT = ("--launcher", "slurm")
 
@@ -58,7 +58,7 @@ def test_workers_run_every_trial_once(study, slurm, monkeypatch, capsys):
     assert "Slurm jobs: 1 pending (Dependency), 2 running" in status
     (study.root / "go").touch()
     wait_for_end(slurm)
-    assert study.get_states() == [State.DONE] * 4
+    assert study.get_states() == [TrialState.DONE] * 4
     assert study.count_attempts() == [1] * 4
     assert (study.trials[3].folder.path / "rank1").exists()
     assert study.trials[0].log.read_text().count("from step 0") == 1
@@ -70,7 +70,7 @@ def test_concurrent_submissions_run_no_trial_twice(study, slurm):
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda _: study.run(*SUBMIT), range(3)))
     wait_for_end(slurm)
-    assert study.get_states() == [State.DONE] * 4
+    assert study.get_states() == [TrialState.DONE] * 4
     assert study.count_attempts() == [1] * 4
 
 
@@ -103,7 +103,7 @@ def test_a_preempted_worker_passes_the_signal_on_and_is_requeued(study, slurm, n
     jobs = [read_claim(trial).job for trial in study.trials]
     slurm.output("scancel", "--batch", f"--signal={number}", *jobs)
     wait_until(lambda: slurm.squeue() == dict.fromkeys(jobs, "PENDING"))
-    assert study.get_states() == [State.STOPPED] * 2
+    assert study.get_states() == [TrialState.STOPPED] * 2
     wait_for_end(slurm)
     assert study.read_steps() == [ALL_STEPS] * 2
     assert study.count_attempts() == [2, 2]
@@ -119,7 +119,7 @@ def test_a_cancelled_worker_is_not_requeued(study, slurm):
     wait_until(lambda: not slurm.squeue())
     time.sleep(2)
     assert not slurm.squeue()
-    assert study.get_states() == [State.STOPPED] + [State.WAITING] * 3
+    assert study.get_states() == [TrialState.STOPPED] + [TrialState.WAITING] * 3
     study.set_behavior({})
     study.run(*SUBMIT)
     wait_for_end(slurm)
@@ -160,7 +160,7 @@ def test_workers_share_the_retries(study, slurm):
     study.run(*SUBMIT, "--retries", 1)
     wait_for_end(slurm)
     assert study.count_attempts() == [2, 2, 1, 1]
-    assert study.get_states() == [State.FAILED] + [State.DONE] * 3
+    assert study.get_states() == [TrialState.FAILED] + [TrialState.DONE] * 3
     assert read_failure(study.trials[0])["cause"] == "non-finite loss in batch 3"
 
 
@@ -174,7 +174,7 @@ def test_a_worker_is_requeued_when_the_controller_is_back(study, slurm):
     pid = read_claim(study.trials[0]).pid
     worker = int(slurm.call("ps", "-o", "ppid=", "-p", pid).stdout)
     slurm.call("kill", "-USR1", worker)
-    wait_until(lambda: study.get_states() == [State.STOPPED])
+    wait_until(lambda: study.get_states() == [TrialState.STOPPED])
     slurm.start_controller()
     wait_until(lambda: "PENDING" in slurm.squeue().values())
     wait_for_end(slurm)

@@ -10,7 +10,7 @@ from stackexp import cli
 from stackexp.frame import read_run
 from stackexp.planning import cost
 from stackexp.reports import grid
-from stackexp.reports.grid import collect_results, select_results
+from stackexp.reports.grid import select_results, summarize_trials
 from stackexp.sweeps import is_run_as_fit
 from stackexp.sweeps.sweep import load_sweep
 from stackexp.tables import ABSENT
@@ -80,7 +80,7 @@ def test_figures_fix_the_other_keys_at_the_center(tmp_path):
     sweep = build_sweep(grid={H: [1, 2, 4, 8], S: [8, 24]}, center={H: 2, S: 24})
     for trial in sweep.trials:
         finish_trial(trial, 2 + trial.values[H] / 10 + trial.values[S] / 100)
-    rows = collect_results(sweep)
+    rows = summarize_trials(sweep)
     through_center = select_results(rows, H, sweep.config.center)
     assert [(row["values"][H], row["values"][S]) for row in through_center] == [(1, 24), (2, 24), (4, 24), (8, 24)]
     through_best = select_results(rows, S, {})  # without a center: through the best trial

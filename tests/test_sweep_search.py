@@ -15,7 +15,7 @@ from stackexp.files import write_hashed_json
 from stackexp.sweeps.search import Study, _read_values
 from stackexp.sweeps.status import format_sweep_status
 from stackexp.sweeps.sweep import Sweep, load_sweep
-from stackexp.sweeps.trials import State, Trial, get_state
+from stackexp.sweeps.trials import Trial, TrialState, get_state
 
 PROGRAM = Path(__file__).with_name("sweep_program.py")
 S, LR = "model.memory.num_slots", "optimizer.lr"
@@ -104,11 +104,11 @@ def test_workers_draw_different_trials_and_prune_bad_ones():
     assert [process.wait() for process in workers] == [0, 0]
     states = {trial.values[S]: get_state(trial) for trial in sweep.trials}
     assert len(states) == 6
-    assert set(states.values()) == {State.DONE, State.PRUNED}
-    assert states[min(states)] == State.DONE
+    assert set(states.values()) == {TrialState.DONE, TrialState.PRUNED}
+    assert states[min(states)] == TrialState.DONE
     for trial in sweep.trials:
         assert len((trial.folder.path / "attempts").read_text().splitlines()) == 1
-        if get_state(trial) == State.PRUNED:
+        if get_state(trial) == TrialState.PRUNED:
             assert json.loads(trial.pruned.read_text())["val/loss/average"] == trial.values[S]
             assert not trial.folder.is_finished
             assert not trial.failure.exists()

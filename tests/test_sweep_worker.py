@@ -13,8 +13,17 @@ from sweep_study import ALL_STEPS, TWO, Study
 from stackexp.errors import ConfigError
 from stackexp.sweeps import worker
 from stackexp.sweeps.sweep import load_sweep
-from stackexp.sweeps.trials import Claim, State, Trial, find_cause, has_worker, read_claim, read_failure, read_status
-from stackexp.sweeps.worker import Machine
+from stackexp.sweeps.trials import (
+    Claim,
+    Trial,
+    TrialState,
+    find_cause,
+    has_worker,
+    read_claim,
+    read_failure,
+    read_status,
+)
+from stackexp.sweeps.worker import DevicePool
 
 
 @pytest.fixture
@@ -25,7 +34,7 @@ def study(tmp_path) -> Study:
 def test_worker_runs_every_trial_once(study):
     study.write(objective="average.accuracy", direction="maximize")
     output = study.run()
-    assert study.get_states() == [State.DONE] * 4
+    assert study.get_states() == [TrialState.DONE] * 4
     assert study.count_attempts() == [1] * 4
     assert all(output.count(f"done      {trial.name}") == 1 for trial in study.trials)
     for trial in study.trials:
@@ -42,14 +51,14 @@ def test_failed_trials_record_their_cause_and_are_tried_again(study):
     study.set_behavior({"a": {"first": ["error"] * 9}, "b": {"first": ["kill"] * 9}})
     output = study.run(expect=1)
     a, b = (read_status(trial, "average.loss") for trial in study.trials[:2])
-    assert study.get_states() == [State.FAILED, State.FAILED, State.DONE, State.DONE]
+    assert study.get_states() == [TrialState.FAILED, TrialState.FAILED, TrialState.DONE, TrialState.DONE]
     assert (a.cause, a.attempts, a.step) == ("non-finite loss in batch 3", 1, 2)
     assert (b.cause, b.attempts) == ("killed by SIGKILL", 1)
     assert read_failure(a.trial)["exit_code"] == 1
     assert "2 of 4 trials failed" in output.splitlines()[-1]
     study.set_behavior({})
     study.run()
-    assert study.get_states() == [State.DONE] * 4
+    assert study.get_states() == [TrialState.DONE] * 4
     assert study.count_attempts() == [2, 2, 1, 1]
     assert study.read_steps() == [ALL_STEPS] * 4, "resumed where they failed"
 
@@ -59,7 +68,7 @@ def test_retries_limit_the_attempts_of_each_trial(study):
     failures = {"a": {"first": ["error", "kill"]}, "b": {"first": ["error"] * 9}, "c": {"first": ["save", "save"]}}
     study.set_behavior(failures)
     study.run("--retries", 2, expect=1)
-    assert study.get_states() == [State.DONE, State.FAILED, State.DONE, State.DONE]
+    assert study.get_states() == [TrialState.DONE, TrialState.FAILED, TrialState.DONE, TrialState.DONE]
     assert study.count_attempts() == [3, 3, 3, 1]
     assert read_status(study.trials[1], "average.loss").attempts == 3
     assert not study.trials[2].failure.exists()
@@ -130,7 +139,7 @@ def test_stopped_trials_save_and_the_same_command_resumes(study, how, code):
     if how != "killed":
         assert output.count(f"resume with: python -m stackexp sweep run {study.folder}") == 2
     assert not has_worker(study.folder)
-    assert study.get_states() == [State.STOPPED] * 2 + [State.WAITING] * 2
+    assert study.get_states() == [TrialState.STOPPED] * 2 + [TrialState.WAITING] * 2
     study.set_behavior({})
     study.run()
     assert study.read_steps() == [ALL_STEPS] * 4
@@ -147,7 +156,7 @@ def test_randomly_killed_workers_neither_lose_nor_repeat_trials(study):
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
     study.run()
-    assert study.get_states() == [State.DONE] * 4
+    assert study.get_states() == [TrialState.DONE] * 4
     assert study.count_attempts() == [1] * 4
     assert study.read_steps() == [ALL_STEPS] * 4
 
@@ -158,20 +167,20 @@ def test_trial_that_ignores_signals_is_killed(study):
     wait_until(lambda: study.read_steps()[0], process)
     process.send_signal(signal.SIGTERM)
     study.finish([process], expect=75)
-    assert study.get_states()[0] == State.STOPPED
+    assert study.get_states()[0] == TrialState.STOPPED
 
 
 # Devices
 
 
-def build_machine(monkeypatch, *overrides: str, gpus: list[str], count: int = 4, limit=None, **resources) -> Machine:
+def build_machine(monkeypatch, *overrides: str, gpus: list[str], count: int = 4, limit=None, **resources) -> DevicePool:
     monkeypatch.setattr(worker, "find_gpus", lambda: gpus)
     keys = {"resources": resources} if resources else {}
     sweep = build_sweep("data.micro_batch_size=1", *overrides, seeds=list(range(count)), **keys)
-    return Machine(sweep, sweep.trials, limit)
+    return DevicePool(sweep, sweep.trials, limit)
 
 
-def fill(machine: Machine, trial: Trial, claims: list[Claim] = []) -> list[list[str]]:  # noqa: B006
+def fill(machine: DevicePool, trial: Trial, claims: list[Claim] = []) -> list[list[str]]:  # noqa: B006
     """Return the GPUs of as many copies of a trial as fit with the claims."""
     claims, reserved = list(claims), []
     while (gpus := machine.reserve(trial, claims)) is not None:

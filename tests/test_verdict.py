@@ -24,7 +24,7 @@ from stackexp.sweeps.controls import build_question
 from stackexp.sweeps.question import VerdictConfig
 from stackexp.sweeps.trials import get_number
 from stackexp.sweeps.tuning import TunedSpace, Tuning, choose_point, estimate_noise
-from stackexp.sweeps.verdict import Plan, load_verdicts
+from stackexp.sweeps.verdict import PairPlan, load_verdicts
 
 VERDICTS = Path(__file__).parents[1] / "verdicts"
 DIVERGED = "step 3: loss nan with gradient norm nan on sequences [1] of rank 0; nothing was updated"
@@ -393,7 +393,7 @@ def test_overrides_of_the_search_do_not_reach_the_pairs(question):
     question.write(pairs=4)
     verdict = question.load()
     assert verdict.tuning is not None
-    pairs = verdict.build_pairs(Plan({}, {arm: {} for arm in verdict.arms}, [100]))
+    pairs = verdict.build_pairs(PairPlan({}, {arm: {} for arm in verdict.arms}, [100]))
     found = [[trial.config.data.eval_sequences for trial in stage.trials.values()] for stage in (verdict.tuning, pairs)]
     assert set(found[0]) == {3} != set(found[1])
 

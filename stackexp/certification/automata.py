@@ -9,7 +9,7 @@ from stackexp.tasks import TASKS
 
 NO_STRING = -1  # the output for a string that is no input of the task, and its padding
 PUSH, POP, NO_OP = range(3)  # the order of a stack's action logits
-ACTIONS = ("push", "pop", "no-op")
+ACTION_LABELS = ("push", "pop", "no-op")
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def describe_automaton(task: str, automaton: Automaton) -> dict[str, object]:
 def describe_pushdown(task: str, automaton: Pushdown) -> dict[str, object]:
     """Return the pushdown automaton for JSON, with the names of tokens and answers."""
     symbols, answers = TASKS[task].symbols, (*TASKS[task].answer_symbols, None)
-    names = [ACTIONS[action] for action in automaton.actions]
+    names = [ACTION_LABELS[action] for action in automaton.actions]
     return {
         "actions": dict(zip((*symbols, "first empty token", "later empty tokens"), names, strict=True)),
         "answer_by_top": {

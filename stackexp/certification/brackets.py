@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stackexp.certification.machine import ROWS, Machine
+from stackexp.certification.machine import ROWS, NetworkMachine
 from stackexp.models.transformer import Cache
 from stackexp.tasks import TASKS
 from stackexp.tasks.expressions import MIN_SPLIT, MODULUS
@@ -59,7 +59,7 @@ def list_rules() -> Iterator[tuple[str, list[Valued]]]:
             yield rule.format(*operators), [build(*four, *operators) for four in itertools.product(digits, repeat=4)]
 
 
-def find_wrong(machine: Machine, expressions: Iterable[Valued]) -> list[str]:
+def find_wrong(machine: NetworkMachine, expressions: Iterable[Valued]) -> list[str]:
     """Return the expressions that the network gets wrong."""
     symbols, wrong = TASKS[TASK].symbols, []
     by_length: dict[int, list[Valued]] = defaultdict(list)
@@ -74,7 +74,7 @@ def find_wrong(machine: Machine, expressions: Iterable[Valued]) -> list[str]:
     return wrong
 
 
-def find_missing_rules(machine: Machine) -> list[dict[str, Any]]:
+def find_missing_rules(machine: NetworkMachine) -> list[dict[str, Any]]:
     """Return the rules that the network gets wrong for some digits: these expressions, and the digits at each place."""
     missing = []
     for rule, expressions in list_rules():

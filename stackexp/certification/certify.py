@@ -16,7 +16,7 @@ import torch
 
 from stackexp.certification import automata, brackets, picture, regular, stack_proof, stacks
 from stackexp.certification.automata import REGULAR, STACK_TASKS, Automaton, format_string
-from stackexp.certification.machine import Machine
+from stackexp.certification.machine import NetworkMachine
 from stackexp.config.model import TransformerConfig
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.loading import LoadedRun, load_run
@@ -77,7 +77,7 @@ def run(
     if exhaustive is not None and exhaustive > limit:
         raise ConfigError(f"certify: --exhaustive: expected at most {limit} for {task}, found {exhaustive}")
     batch_size = regular.BATCH_SIZE if task in REGULAR and can_enumerate(loaded) else None
-    machine = Machine(loaded.model, num_symbols, batch_size=batch_size)
+    machine = NetworkMachine(loaded.model, num_symbols, batch_size=batch_size)
     folder = Path(out) if out else loaded.folder.path / "certificate"
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{loaded.checkpoint}, {task}\n")
@@ -118,7 +118,7 @@ def can_enumerate(loaded: LoadedRun) -> bool:
 
 
 def certify_regular(
-    loaded: LoadedRun, machine: Machine, num_strings: int, max_length: int, exhaustive: int | None
+    loaded: LoadedRun, machine: NetworkMachine, num_strings: int, max_length: int, exhaustive: int | None
 ) -> Certificate:
     """Certify a network on a regular task."""
     task = TASKS[loaded.config.data.task]
@@ -201,7 +201,9 @@ def describe_learned(
     )
 
 
-def add_loops(result: Certificate, loaded: LoadedRun, machine: Machine, expected: Automaton, max_length: int) -> None:
+def add_loops(
+    result: Certificate, loaded: LoadedRun, machine: NetworkMachine, expected: Automaton, max_length: int
+) -> None:
     """Repeat short words in every state, up to and beyond the maximum length."""
     longest = 5 * max_length
     is_cheap = loaded.config.model.attention_window is not None  # otherwise a read takes all earlier keys and values
@@ -227,7 +229,7 @@ def add_loops(result: Certificate, loaded: LoadedRun, machine: Machine, expected
         )
 
 
-def add_closure(result: Certificate, machine: Machine, hard: Machine | None, expected: Automaton) -> None:
+def add_closure(result: Certificate, machine: NetworkMachine, hard: NetworkMachine | None, expected: Automaton) -> None:
     """Try to prove the network equal to the automaton by enumerating all states that it reaches.
 
     If they are too many, the same is tried with one-hot actions, with slots that are rounded after each token, and with
@@ -270,7 +272,7 @@ def add_closure(result: Certificate, machine: Machine, hard: Machine | None, exp
     )
 
 
-def harden(loaded: LoadedRun, machine: Machine) -> Machine | None:
+def harden(loaded: LoadedRun, machine: NetworkMachine) -> NetworkMachine | None:
     """Return the machine with actions of probability 0 or 1, except for tiny gaps; None if it has no actions."""
     if loaded.model.memories[0].always_pushes:
         return None
@@ -283,7 +285,7 @@ def add_gap(result: Certificate, loaded: LoadedRun, gap: float, strings: np.ndar
     exact = copy.deepcopy(loaded.model).double()
     logits = []
     for model in (loaded.model, exact):
-        machine = Machine(model, TASKS[result.task].num_symbols)
+        machine = NetworkMachine(model, TASKS[result.task].num_symbols)
         logits.append(machine.answer(machine.read(Cache(), strings), len(strings)).double())
     error = float((logits[0] - logits[1]).abs().max())
     result.measured.append(
@@ -293,7 +295,7 @@ def add_gap(result: Certificate, loaded: LoadedRun, gap: float, strings: np.ndar
 
 
 def certify_stack(
-    loaded: LoadedRun, machine: Machine, num_strings: int, max_length: int, exhaustive: int | None
+    loaded: LoadedRun, machine: NetworkMachine, num_strings: int, max_length: int, exhaustive: int | None
 ) -> Certificate:
     """Certify a network on a stack task."""
     task = TASKS[loaded.config.data.task]
@@ -371,7 +373,7 @@ def add_stack_proof(result: Certificate, loaded: LoadedRun, expected: automata.S
 
 
 def certify_brackets(
-    loaded: LoadedRun, machine: Machine, num_strings: int, max_length: int, exhaustive: int | None
+    loaded: LoadedRun, machine: NetworkMachine, num_strings: int, max_length: int, exhaustive: int | None
 ) -> Certificate:
     """Certify a network on modular arithmetic with brackets, and list the rules that it lacks."""
     task, n, result = TASKS[brackets.TASK], exhaustive or EXHAUSTIVE[brackets.TASK], Certificate(brackets.TASK)

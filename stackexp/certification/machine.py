@@ -16,7 +16,7 @@ CHUNK = 64  # tokens read at once: longer chunks compute a larger part of window
 
 
 @dataclass
-class Machine:
+class NetworkMachine:
     """A network with its caches as states. All rows of a cache have read the same number of tokens.
 
     With `grid`, the slots are rounded to multiples of 1 / grid after each token. With `batch_size`, tokens are read one
@@ -110,7 +110,7 @@ def list_prefixes(may_follow: np.ndarray, length: int) -> list[tuple[np.ndarray,
 
 
 def walk_prefixes(
-    machine: Machine, levels: list[tuple[np.ndarray, np.ndarray]]
+    machine: NetworkMachine, levels: list[tuple[np.ndarray, np.ndarray]]
 ) -> Iterator[tuple[int, np.ndarray, Cache]]:
     """Yield (L, numbers [B] of prefixes, state) until all prefixes of L = 1, 2, ... symbols were read."""
     waiting = [(0, np.zeros(1, np.int64), Cache())]

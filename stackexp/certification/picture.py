@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from stackexp.certification.automata import ACTIONS, NO_STRING, Automaton, Pushdown
+from stackexp.certification.automata import ACTION_LABELS, NO_STRING, Automaton, Pushdown
 from stackexp.reports.report import PALETTE, new_figure
 from stackexp.tasks import TASKS
 
@@ -30,10 +30,10 @@ def draw_automaton(task: str, automaton: Automaton) -> Any:
 def draw_pushdown(task: str, pushdown: Pushdown) -> Any:
     """Return the figure of a pushdown automaton: reading, the first empty token, later ones."""
     symbols, answers = TASKS[task].symbols, TASKS[task].answer_symbols
-    first, later = (ACTIONS[action] for action in pushdown.actions[len(symbols) :])
+    first, later = (ACTION_LABELS[action] for action in pushdown.actions[len(symbols) :])
     moves = defaultdict(list)
     for symbol, action in zip(symbols, pushdown.actions, strict=False):
-        moves[ACTIONS[action]].append(symbol)
+        moves[ACTION_LABELS[action]].append(symbol)
     reading = "\n".join(f"{', '.join(of)}: {action}" for action, of in moves.items())
     title = f"{task}: an answer is the top of the stack"
     if pushdown.empty_answer != NO_STRING:

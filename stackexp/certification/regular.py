@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from stackexp.certification.automata import Automaton, build_automaton
 from stackexp.certification.machine import (
-    Machine,
+    NetworkMachine,
     hash_rows,
     join_rows,
     list_prefixes,
@@ -60,13 +60,13 @@ class Answers:
         return differing, first
 
 
-def ask(machine: Machine, cache: Cache, rows: int) -> tuple[np.ndarray, float]:
+def ask(machine: NetworkMachine, cache: Cache, rows: int) -> tuple[np.ndarray, float]:
     """Return the answers [B] to the strings read so far, and the smallest gap."""
     logits = machine.answer(cache, rows)[:, 0]
     return logits.argmax(-1).numpy(), float(measure_gaps(logits).min())
 
 
-def tabulate(machine: Machine, length: int, num_symbols: int) -> Answers:
+def tabulate(machine: NetworkMachine, length: int, num_symbols: int) -> Answers:
     """Return the answers to all strings of 1 .. `length` symbols, each length in lexicographic order."""
     levels = list_prefixes(np.ones((num_symbols + 1, num_symbols), bool), length)
     table = Answers([strings for strings, _ in levels], [np.full(len(strings), -1) for strings, _ in levels])
@@ -76,7 +76,9 @@ def tabulate(machine: Machine, length: int, num_symbols: int) -> Answers:
     return table
 
 
-def sample(machine: Machine, streams: np.ndarray, lengths: Sequence[int]) -> tuple[Answers, list[dict[int, Any]]]:
+def sample(
+    machine: NetworkMachine, streams: np.ndarray, lengths: Sequence[int]
+) -> tuple[Answers, list[dict[int, Any]]]:
     """Return the answers to prefixes of random strings [B, L] at some lengths, and the slots [B, H, S, D] there."""
     found, contents, cache, read = Answers([], []), [], Cache(), 0
     for length in lengths:
@@ -90,7 +92,7 @@ def sample(machine: Machine, streams: np.ndarray, lengths: Sequence[int]) -> tup
 
 
 def repeat_loops(
-    machine: Machine, automaton: Automaton, length: int, dense_length: int
+    machine: NetworkMachine, automaton: Automaton, length: int, dense_length: int
 ) -> tuple[tuple[int, ...] | None, int, int]:
     """Repeat every word of one or two symbols after a shortest string to each state of the automaton.
 
@@ -144,7 +146,7 @@ def list_loops(automaton: Automaton, length: int) -> np.ndarray:
     return np.array([[*access[state], *word * length][:length] for state in reached for word in words])
 
 
-def ask_each(machine: Machine, caches: list[Cache], rows: int) -> np.ndarray:
+def ask_each(machine: NetworkMachine, caches: list[Cache], rows: int) -> np.ndarray:
     """Return the answers [N, B] in each of N states, asked together if `machine.batch_size` and the shapes allow it."""
     if machine.batch_size and all(list_shapes(cache) == list_shapes(caches[0]) for cache in caches):
         return ask(machine, join_rows(caches), rows * len(caches))[0].reshape(len(caches), rows)
@@ -161,7 +163,7 @@ class _Network(SUL):
     The empty string is no input of a task. Its output is that of the task's automaton, so that both have one form.
     """
 
-    def __init__(self, machine: Machine, empty_answer: int) -> None:
+    def __init__(self, machine: NetworkMachine, empty_answer: int) -> None:
         super().__init__()
         self.machine = machine
         self.known: dict[tuple[int, ...], tuple[Cache, int]] = {(): (Cache(), empty_answer)}
@@ -200,7 +202,7 @@ def convert(hypothesis: Any, num_symbols: int) -> Automaton:
     )
 
 
-def learn(machine: Machine, tables: list[Answers], num_symbols: int, empty_answer: int) -> Automaton | None:
+def learn(machine: NetworkMachine, tables: list[Answers], num_symbols: int, empty_answer: int) -> Automaton | None:
     """Learn the network's automaton by L*: the smallest one that agrees with all tables; None if there is no small one.
 
     Each counterexample of the tables adds at least one state (Angluin 1987; Rivest & Schapire 1993).
@@ -213,7 +215,7 @@ def learn(machine: Machine, tables: list[Answers], num_symbols: int, empty_answe
     return convert(found, num_symbols)
 
 
-def close_states(machine: Machine, num_symbols: int) -> tuple[Automaton, int] | None:
+def close_states(machine: NetworkMachine, num_symbols: int) -> tuple[Automaton, int] | None:
     """Return the automaton of all states that the network reaches, and their number; None if they are too many.
 
     States are equal if their bits are. If the search ends, it is a proof by enumeration: every string of any length
@@ -247,7 +249,7 @@ def close_states(machine: Machine, num_symbols: int) -> tuple[Automaton, int] | 
     return Automaton(table, np.array(answers)), len(numbers)
 
 
-def _is_equal_in_all_rows(machine: Machine, cache: Cache, tokens: np.ndarray | None, expected: list) -> bool:
+def _is_equal_in_all_rows(machine: NetworkMachine, cache: Cache, tokens: np.ndarray | None, expected: list) -> bool:
     """Return True if the hashed states after tokens [B, 1], or without tokens the answers, are equal in all rows."""
     assert machine.batch_size is not None
     for start in range(0, len(expected), machine.batch_size):

@@ -7,7 +7,7 @@ import numpy as np
 
 from stackexp.certification.automata import NO_STRING, StackTask
 from stackexp.certification.machine import (
-    Machine,
+    NetworkMachine,
     list_prefixes,
     measure_gaps,
     select_rows,
@@ -17,7 +17,7 @@ from stackexp.models.transformer import Cache
 
 
 @dataclass
-class Comparison:
+class AnswerComparison:
     """The comparison of a network's answers with those of a pushdown automaton."""
 
     count: int = 0
@@ -25,7 +25,7 @@ class Comparison:
     first: tuple[int, ...] | None = None  # a shortest string that differs
     gap: float = float("inf")  # the smallest difference between the two largest logits of a counted answer
 
-    def add(self, machine: Machine, cache: Cache, strings: np.ndarray, expected: np.ndarray) -> None:
+    def add(self, machine: NetworkMachine, cache: Cache, strings: np.ndarray, expected: np.ndarray) -> None:
         """Compare the answers to strings [B, L] in state `cache` with the expected ones [B, O]."""
         counted = expected != NO_STRING
         columns = int(counted.any(0).sum())
@@ -38,9 +38,9 @@ class Comparison:
             self.first = tuple(map(int, strings[np.flatnonzero(wrong)[0]]))
 
 
-def compare_all(machine: Machine, task: StackTask, num_empty: Any, length: int) -> Comparison:
+def compare_all(machine: NetworkMachine, task: StackTask, num_empty: Any, length: int) -> AnswerComparison:
     """Compare all strings of 1 .. `length` symbols; `num_empty` is the answer's length by string length."""
-    found, levels = Comparison(), list_prefixes(task.may_follow, length)
+    found, levels = AnswerComparison(), list_prefixes(task.may_follow, length)
     for depth, numbers, cache in walk_prefixes(machine, levels):
         prefixes = levels[depth][0][numbers]
         rows = np.flatnonzero(task.are_strings(prefixes))
@@ -50,9 +50,11 @@ def compare_all(machine: Machine, task: StackTask, num_empty: Any, length: int) 
     return found
 
 
-def compare_random(machine: Machine, task: StackTask, num_empty: Any, streams: list[np.ndarray]) -> Comparison:
+def compare_random(
+    machine: NetworkMachine, task: StackTask, num_empty: Any, streams: list[np.ndarray]
+) -> AnswerComparison:
     """Compare random strings, a batch [B, L] for each length."""
-    found = Comparison()
+    found = AnswerComparison()
     for strings in streams:
         cache = machine.read(Cache(), strings)
         found.add(machine, cache, strings, task.pushdown.run(strings, num_empty(strings.shape[1])))

@@ -7,10 +7,10 @@ from stackexp.files import hold_lock, write_hashed_json
 from stackexp.inspection.inspect import load_batches, open_run_data
 from stackexp.inspection.interventions import measure_summary
 from stackexp.reports.interventions import FILE, get_identity, list_unmeasured
-from stackexp.sweeps.verdict import Verdict
+from stackexp.sweeps.verdict import Question
 
 
-def measure_pairs(verdict: Verdict) -> None:
+def measure_pairs(verdict: Question) -> None:
     """Measure the finished runs of the pairs that have a memory and the checkpoint of their last step.
 
     A change of the loss is the mean over the validation sets. Other processes wait. Damaged files are written again.

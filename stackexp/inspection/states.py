@@ -19,9 +19,17 @@ from stackexp.models.memories.stack import StackMemory
 from stackexp.models.memories.stack_attention import StackAttention
 from stackexp.models.recurrent import StackRNNLayer, mix_slots, pad_slots
 from stackexp.models.stack_recording import update_by_token, wrap_method
-from stackexp.reports.formal_runs import collect_results
+from stackexp.reports.formal_runs import collect_cells
 from stackexp.reports.report import Report
-from stackexp.reports.states import DEPTHS, LENGTHS, REFERENCE_LENGTH, SCORED, Measurements, StateRun, build_report
+from stackexp.reports.states import (
+    DEPTHS,
+    LENGTHS,
+    REFERENCE_LENGTH,
+    SCORED,
+    Measurements,
+    StateRun,
+    build_state_report,
+)
 from stackexp.stack import use_implementation
 from stackexp.tasks import TASKS, Task, TaskBatch
 from stackexp.tasks.regular import MODULUS
@@ -41,7 +49,7 @@ def build_states(paths: Sequence[Path], num_strings: int = 64) -> Report:
 
     Raises RunError if no run can be measured.
     """
-    results = collect_results(paths, SCORED)
+    results = collect_cells(paths, SCORED)
     runs, notes = [], list(results.skipped)
     for run in results.runs:
         score, path = run.compute_score(SCORED), run.row["path"]
@@ -58,7 +66,7 @@ def build_states(paths: Sequence[Path], num_strings: int = 64) -> Report:
         raise RunError(
             f"{', '.join(map(str, paths))}: no run to measure ({'; '.join(notes)}); give runs with checkpoints"
         )
-    return build_report(runs, notes)
+    return build_state_report(runs, notes)
 
 
 # The states of a task

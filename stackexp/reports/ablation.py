@@ -16,8 +16,8 @@ from stackexp.reports.arms import (
     COLUMNS,
     OTHER,
     TRAINING,
+    ArmComparison,
     Arms,
-    Comparison,
     Difference,
     Losses,
     average_sets,
@@ -245,7 +245,7 @@ def _build_losses(arms: Arms, order: Sequence[str], variants: dict[str, str]) ->
     return Table(title, ["run", "seeds", *columns, *(f"paper: {c}" for c in (TRAINING, "V2", "V3"))], rows)
 
 
-def _build_differences(comparisons: list[Comparison], base: str, conclusion: str) -> Table:
+def _build_differences(comparisons: list[ArmComparison], base: str, conclusion: str) -> Table:
     columns = [c for c in COLUMNS if any(c in x.differences for x in comparisons)]
     rows = [
         [x.arm, str(len(x.pairs)), *x.sizes, *(str(x.differences.get(c, ABSENT)) for c in columns)] for x in comparisons
@@ -254,7 +254,7 @@ def _build_differences(comparisons: list[Comparison], base: str, conclusion: str
     return Table(f"Differences from {base}", header, rows, conclusion=conclusion)
 
 
-def _describe_noise(comparisons: list[Comparison]) -> list[str]:
+def _describe_noise(comparisons: list[ArmComparison]) -> list[str]:
     """Return a note for each column with the median noise of one pair over the arms."""
     notes = []
     for column in COLUMNS:
@@ -303,7 +303,7 @@ def _describe_missing(rows: Sequence[Row]) -> list[str]:
 
 
 def _build_records(
-    arms: Arms, order: Sequence[str], variants: Mapping[str, str], comparisons: list[Comparison]
+    arms: Arms, order: Sequence[str], variants: Mapping[str, str], comparisons: list[ArmComparison]
 ) -> list[dict[str, Any]]:
     """Return a record for each finished run, with the differences of its arm."""
     compared = {comparison.arm: comparison for comparison in comparisons}
@@ -326,7 +326,7 @@ def _build_records(
     return records
 
 
-def draw_differences(comparisons: list[Comparison], baseline: str, column: str, effect: float) -> Any:
+def draw_differences(comparisons: list[ArmComparison], baseline: str, column: str, effect: float) -> Any:
     """Draw the difference of each arm from the baseline with its interval, the lowest loss in `column` first.
 
     A band shows the differences smaller than `effect`.

@@ -293,7 +293,7 @@ def compute_difference(values: Sequence[float], chunks: SamplingError | None = N
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ArmComparison:
     """An arm against the baseline: the pairs of finished runs with the same seed, data and number of tokens.
 
     `mismatches` are (reason, arm, seed) of runs that are not paired, or whose difference has other causes, too.
@@ -350,7 +350,7 @@ class Comparison:
         return average_errors(known) if known and len(known) == len(errors) else None
 
 
-def compare_arms(arm: str, rows: Sequence[Row], base: str, base_rows: Sequence[Row]) -> Comparison:
+def compare_arms(arm: str, rows: Sequence[Row], base: str, base_rows: Sequence[Row]) -> ArmComparison:
     """Pair the finished runs of two arms by seed."""
     runs, bases = select_finished(rows), {row["seed"]: row for row in select_finished(base_rows)}
     pairs, mismatches = [], []
@@ -380,7 +380,7 @@ def compare_arms(arm: str, rows: Sequence[Row], base: str, base_rows: Sequence[R
     if options:
         text = f"with other options than {base} apart from memory and size: {', '.join(options)}"
         mismatches += [(text, arm, run["seed"]) for run, _ in pairs]
-    return Comparison(arm, pairs, _compare_sizes(runs, list(bases.values())), mismatches)
+    return ArmComparison(arm, pairs, _compare_sizes(runs, list(bases.values())), mismatches)
 
 
 def _compare_sizes(runs: list[Row], bases: list[Row]) -> list[str]:

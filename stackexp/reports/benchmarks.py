@@ -12,7 +12,7 @@ from typing import Any
 from stackexp.errors import RunError
 from stackexp.evaluation.benchmarks.results import (
     FILE,
-    Evaluation,
+    BenchmarkEvaluation,
     TaskScores,
     average_tasks,
     format_score,
@@ -61,16 +61,16 @@ class Column:
 
     name: str
     folder: RunFolder | None
-    evaluations: list[Evaluation]
+    evaluations: list[BenchmarkEvaluation]
 
     @property
-    def evaluation(self) -> Evaluation | None:
+    def evaluation(self) -> BenchmarkEvaluation | None:
         """The evaluation that the tables show: of the last step, if possible without options that change the scores.
 
         Evaluations of one step with the same options are merged: they named the checkpoint in different ways.
         """
 
-        def rank(evaluation: Evaluation) -> tuple[bool, bool, bool, int, str]:
+        def rank(evaluation: BenchmarkEvaluation) -> tuple[bool, bool, bool, int, str]:
             is_plain = evaluation.limit is None, evaluation.num_fewshot is None, not evaluation.exclude_long
             return *is_plain, evaluation.step or 0, evaluation.time
 
@@ -228,11 +228,11 @@ def _list_points(column: Column, score: str, names: list[str]) -> list[tuple[int
     shown = column.evaluation
     same = [e for e in column.evaluations if shown and e.chosen == shown.chosen]
     complete = [(e.tokens, {name: e.tasks[name] for name in names}) for e in same if e.tasks.keys() >= set(names)]
-    averages = [(tokens, _average_common(tasks, score)) for tokens, tasks in complete]
+    averages = [(tokens, _average_shared_tasks(tasks, score)) for tokens, tasks in complete]
     return [(tokens, average[0]) for tokens, average in averages if average]
 
 
-def _average_common(tasks: dict[str, TaskScores], score: str) -> Score:
+def _average_shared_tasks(tasks: dict[str, TaskScores], score: str) -> Score:
     """Return the mean over the tasks; over the paper's nine benchmarks, if the tasks are those."""
     return average_benchmarks(tasks, score) if set(tasks) == set(TASK_NAMES) else average_tasks(tasks, score)
 
@@ -249,7 +249,9 @@ def draw_benchmarks(columns: list[Column]) -> Any:
     for axes, (score, title) in zip(panels, SCORES.items(), strict=True):
         for i, column in enumerate(columns):
             _draw_model(axes, column, score, names, i)
-        guess = _average_common({name: scored[0].tasks[name] for name in names}, "random_guess") if names else None
+        guess = (
+            _average_shared_tasks({name: scored[0].tasks[name] for name in names}, "random_guess") if names else None
+        )
         if guess and score == "accuracy":
             axes.axhline(guess[0], color="gray", linestyle=":", label="random guess")
         if score == "accuracy" and set(names) == set(TASK_NAMES):

@@ -37,12 +37,12 @@ VARIANTS_LEGEND = (
 def build_efficiency(path: Path) -> Report:
     """Build the report of one file. Raises RunError if `bench efficiency` did not write it."""
     try:
-        return build_report(read_record(path))
+        return build_cost_report(read_efficiency(path))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise RunError(f"{path}: damaged; give a file that `bench efficiency --out` wrote") from None
 
 
-def build_report(record: dict[str, Any]) -> Report:
+def build_cost_report(record: dict[str, Any]) -> Report:
     """Build the report of a record."""
     measured = [row for row in record["rows"] if "model" in row]
     rows = {_name_row(row): row for row in measured}
@@ -99,7 +99,7 @@ def _build_record(name: str, row: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_efficiency(path: Path) -> dict[str, Any]:
     """Read a file of `bench efficiency --out`. Raises RunError for other files."""
     try:
         record = read_json(path)

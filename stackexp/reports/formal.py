@@ -27,7 +27,7 @@ from stackexp.reports.formal_runs import (
     Cell,
     FormalRun,
     Results,
-    collect_results,
+    collect_cells,
     count_solved,
     get_family,
     label_task,
@@ -84,7 +84,7 @@ def build_formal(
     """
     if arms:
         return build_arms(paths, lengths)
-    results = collect_results(paths, lengths)
+    results = collect_cells(paths, lengths)
     if curves:
         save_figure(draw_curves(results), curves)
     tables = [_build_table(results, tasks) for tasks in results.tables]

@@ -87,7 +87,7 @@ def name_column(row: Row) -> str:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class LengthTest:
     """The accuracy at each tested length: `sequences` strings of every `stride`-th length.
 
     `excess` is the loss above the entropy of the source, in nats per symbol; empty for most tasks.
@@ -100,7 +100,7 @@ class Evaluation:
     excess: dict[int, float]
 
     @classmethod
-    def read(cls, path: Path, record: Mapping[str, Any]) -> "Evaluation":
+    def read(cls, path: Path, record: Mapping[str, Any]) -> "LengthTest":
         """Build the evaluation from the contents of a result.json or of a file of `test`."""
         accuracy = dict(sorted(parse_accuracy(record).items()))
         excess = {int(length): value for length, value in record.get("loss_above_entropy", {}).items()}
@@ -129,7 +129,7 @@ class FormalRun:
 
     column: str
     row: Row
-    evaluations: list[Evaluation]
+    evaluations: list[LengthTest]
     lengths: Lengths
 
     @property
@@ -158,7 +158,7 @@ class FormalRun:
         return select_recipe(get_options(self.row))
 
     @cached_property
-    def evaluation(self) -> Evaluation | None:
+    def evaluation(self) -> LengthTest | None:
         """The evaluation over `lengths`, or None."""
         return find_evaluation(self.evaluations, self.lengths)
 
@@ -173,7 +173,7 @@ class FormalRun:
         return average_accuracy(excess, self.lengths) if excess else None
 
 
-def find_evaluation(evaluations: Sequence[Evaluation], lengths: Lengths) -> Evaluation | None:
+def find_evaluation(evaluations: Sequence[LengthTest], lengths: Lengths) -> LengthTest | None:
     """Return the most thorough evaluation that covers the range; result.json wins a tie."""
     covering = [evaluation for evaluation in evaluations if evaluation.covers(lengths)]
     return max(covering, key=lambda evaluation: evaluation.count_strings(lengths), default=None)
@@ -189,18 +189,18 @@ def select_recipe(options: FlatConfig) -> FlatConfig:
     return {k: value for k, value in options.items() if is_in_recipe(options, k) and not is_default(options, k)}
 
 
-def _read_tests(row: Row) -> tuple[list[Evaluation], list[str]]:
+def _read_tests(row: Row) -> tuple[list[LengthTest], list[str]]:
     """Return the evaluations of a run, and its files of tests of another checkpoint or of another config.
 
     Raises RunError for a damaged result.json or file of `test`.
     """
     folder = RunFolder(Path(row["path"]))
-    evaluations = [Evaluation.read(folder.result, row)] if row["state"] == "finished" else []
+    evaluations = [LengthTest.read(folder.result, row)] if row["state"] == "finished" else []
     unused = []
     for path in list_tests(folder):
         test = read_evaluation(path)
         if _is_same_run(test, row):
-            evaluations.append(Evaluation.read(path, test))
+            evaluations.append(LengthTest.read(path, test))
         else:
             unused.append(str(path))
     return evaluations, unused
@@ -221,7 +221,7 @@ def read_runs(paths: Sequence[Path | str], lengths: Lengths) -> tuple[list[Forma
     for path in paths:
         if not find_runs([path]):
             raise RunError(f"{path}: no run folder in it or below; give runs/<name>/<id>, or a folder of run folders")
-    found: dict[str, list[tuple[Row, list[Evaluation]]]] = defaultdict(list)
+    found: dict[str, list[tuple[Row, list[LengthTest]]]] = defaultdict(list)
     skipped: dict[str, list[str]] = defaultdict(list)
     for row in read_rows(paths):
         if row["state"] == "damaged":
@@ -360,7 +360,7 @@ class Results:
         return 1 / next(run.row["data.output_vocab_size"] for run in self.runs if run.task == task)
 
 
-def collect_results(paths: Sequence[Path | str], lengths: Lengths) -> Results:
+def collect_cells(paths: Sequence[Path | str], lengths: Lengths) -> Results:
     """Build the cells of the runs in these folders.
 
     Raises RunError for a folder without runs, and if no run is finished and tested over the lengths.

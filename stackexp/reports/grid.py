@@ -31,7 +31,7 @@ OBJECTIVES = {"train_loss.last_20_steps": "training loss", "average.loss": "vali
 """Objectives that are one of these losses."""
 MAX_TICKS = 8
 """An axis with at most this many values has a tick at each."""
-Result = dict[str, Any]
+TrialSummary = dict[str, Any]
 """The finished trials that differ only in their seed: name, values (without the seed), seeds, objective, losses (by
 title), parameters, memory_parameters, trials, rows (of these runs). Objective and losses have mean and std, 0 for one
 seed."""
@@ -42,7 +42,7 @@ def find_sweeps(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.rglob(COPY) if path.is_file())
 
 
-def collect_results(sweep: Sweep) -> list[Result]:
+def summarize_trials(sweep: Sweep) -> list[TrialSummary]:
     """Return the finished trials, grouped over seeds, the best objective first. Raises RunError if there are none."""
     finished = [trial for trial in sweep.trials if trial.folder.is_finished]
     if not finished:
@@ -60,7 +60,7 @@ def collect_results(sweep: Sweep) -> list[Result]:
     return sorted(results, key=lambda result: sign * result["objective"]["mean"])
 
 
-def _build_result(trials: list[Trial], objectives: list[Any]) -> Result:
+def _build_result(trials: list[Trial], objectives: list[Any]) -> TrialSummary:
     rows = [flatten_config(trial.config) | read_run(trial.folder) for trial in trials]
     losses = {title: [row[key] for row in rows if key in row] for title, key in LOSSES.items()}
     label = trials[0].name.rpartition("-")[0]
@@ -98,7 +98,7 @@ def describe_unscored(sweep: Sweep) -> list[str]:
     return [f"left out: {name}: {problem}" for name, problem in problems if problem]
 
 
-def build_table(sweep: Sweep, results: Sequence[Result]) -> Table:
+def build_trial_table(sweep: Sweep, results: Sequence[TrialSummary]) -> Table:
     """Return a table with a line for each result, and one for the bigram counts of each corpus.
 
     The columns are the objective and the losses. ± is the standard deviation over the seeds.
@@ -121,7 +121,7 @@ def build_table(sweep: Sweep, results: Sequence[Result]) -> Table:
     return Table(f"Sweep {sweep.name}", [*header, "seeds", "parameters", "in the memory"], lines)
 
 
-def _list_titles(results: Iterable[Result]) -> list[str]:
+def _list_titles(results: Iterable[TrialSummary]) -> list[str]:
     found = {title for result in results for title in result["losses"]}
     return [title for title in LOSSES if title in found]
 
@@ -129,7 +129,7 @@ def _list_titles(results: Iterable[Result]) -> list[str]:
 # The figure
 
 
-def select_results(results: Sequence[Result], key: str, center: Values) -> list[Result]:
+def select_results(results: Sequence[TrialSummary], key: str, center: Values) -> list[TrialSummary]:
     """Return the results with a number for `key`, sorted by it.
 
     Their other keys have the values of the center, or else of the best result with a number.
@@ -146,7 +146,7 @@ def describe_fixed(values: Values, key: str) -> str:
     return ", ".join(f"{names[other]} = {format_value(value)}" for other, value in values.items() if other != key)
 
 
-def plot_losses(axes: Any, key: str, results: Sequence[Result]) -> None:
+def plot_losses(axes: Any, key: str, results: Sequence[TrialSummary]) -> None:
     """Plot the losses of the results, which are sorted by `key`, with their standard deviations."""
     symbol = SYMBOLS.get(key)
     numbers = [result["values"][key] for result in results]
@@ -168,7 +168,7 @@ def plot_losses(axes: Any, key: str, results: Sequence[Result]) -> None:
 def build_grid(sweep: str, overrides: Iterable[str] = ()) -> Report:
     """Build the report of a sweep, given as its folder, its name or its YAML file, with overrides of the trials."""
     loaded = load_last_run(sweep, overrides)
-    results = collect_results(loaded)
+    results = summarize_trials(loaded)
     varied = [key for key in results[0]["values"] if len(_list_values(results, key)) > 1]
     waiting = sum(not trial.folder.is_finished for trial in loaded.trials)
     command = f"`python -m stackexp sweep run {shlex.quote(str(loaded.folder))}`"
@@ -184,20 +184,20 @@ def build_grid(sweep: str, overrides: Iterable[str] = ()) -> Report:
         for result in results
     ]
     return Report(
-        [build_table(loaded, results)],
+        [build_trial_table(loaded, results)],
         [*notes, *describe_unscored(loaded)],
         records,
         (lambda: draw_grid(results, loaded.config.center, varied)) if varied else None,
     )
 
 
-def _list_values(results: Sequence[Result], key: str) -> list[Any]:
+def _list_values(results: Sequence[TrialSummary], key: str) -> list[Any]:
     """Return the numeric values of a key; an empty list if it was not searched."""
     values = (result["values"].get(key) for result in results)
     return sorted({value for value in values if type(value) in (int, float)})
 
 
-def draw_grid(results: Sequence[Result], center: Values, varied: Sequence[str]) -> Any:
+def draw_grid(results: Sequence[TrialSummary], center: Values, varied: Sequence[str]) -> Any:
     """Draw the loss against each varied key; below, if two of H, d_s and S vary, the H x d_s heat map for each S.
 
     In each curve, the other keys have the values of the sweep's center, or of the best trial if there is no center.
@@ -219,7 +219,7 @@ def draw_grid(results: Sequence[Result], center: Values, varied: Sequence[str]) 
     return figure
 
 
-def _draw_maps(figure: Any, results: Sequence[Result], center: Values) -> None:
+def _draw_maps(figure: Any, results: Sequence[TrialSummary], center: Values) -> None:
     """Draw a heat map for each number of slots. Cells without a finished trial are hatched."""
     title = _list_titles(results)[-1]
     heads, sizes, slots = (_list_values(results, KEYS[symbol]) or [None] for symbol in ("H", "d_s", "S"))

@@ -13,7 +13,7 @@ from stackexp.reports.arms import compute_difference, count_runs
 from stackexp.reports.report import Table
 from stackexp.runs import RunFolder
 from stackexp.sweeps.trials import Trial
-from stackexp.sweeps.verdict import Stage, Verdict
+from stackexp.sweeps.verdict import Question, QuestionStage
 from stackexp.tables import ABSENT
 
 FILE = "interventions.json"
@@ -21,7 +21,7 @@ Changes = dict[str, float]
 """Intervention -> change of the loss."""
 
 
-def list_memory_trials(pairs: Stage) -> dict[str, list[Trial]]:
+def list_memory_trials(pairs: QuestionStage) -> dict[str, list[Trial]]:
     """Return the finished trials of each model with a memory and validation sets."""
     trials: dict[str, list[Trial]] = {}
     for (arm, _, _), trial in pairs.trials.items():
@@ -31,7 +31,7 @@ def list_memory_trials(pairs: Stage) -> dict[str, list[Trial]]:
     return trials
 
 
-def get_identity(verdict: Verdict, folder: RunFolder) -> dict[str, Any]:
+def get_identity(verdict: Question, folder: RunFolder) -> dict[str, Any]:
     """Return what identifies a measurement: the step, "last" or the averaged weights "ema", and the chunks of a set."""
     weights = "ema" if verdict.config.score.startswith("ema.") else "last"
     step, chunks = folder.read_result().steps, verdict.config.interventions_chunks
@@ -47,7 +47,7 @@ def read_changes(folder: RunFolder, identity: dict[str, Any]) -> Changes | None:
     return contents["changes"] if identity.items() <= contents.items() else None
 
 
-def list_unmeasured(verdict: Verdict) -> list[RunFolder]:
+def list_unmeasured(verdict: Question) -> list[RunFolder]:
     """Return the runs that have the checkpoint of their last step, but no measured changes, or damaged ones.
 
     There are none before the plan is made.
@@ -66,7 +66,7 @@ def list_unmeasured(verdict: Verdict) -> list[RunFolder]:
     return missing
 
 
-def build_interventions(verdict: Verdict, pairs: Stage) -> tuple[Table | None, list[str]]:
+def build_interventions(verdict: Question, pairs: QuestionStage) -> tuple[Table | None, list[str]]:
     """Return a table of the changes, mean over seeds, and notes about runs without them. Nothing is measured."""
     rows: list[list[str]] = []
     notes: list[str] = []

@@ -13,8 +13,8 @@ from stackexp.errors import RunError
 from stackexp.frame import Row
 from stackexp.modules.scores import TOO_FEW_CHUNKS
 from stackexp.reports.arms import (
+    ArmComparison,
     Arms,
-    Comparison,
     choose_column,
     count_runs,
     find_baseline,
@@ -35,7 +35,7 @@ Deviation = tuple[float, float, float]
 """A standard deviation and its 95 % interval."""
 
 
-class Grid(NamedTuple):
+class PairGrid(NamedTuple):
     """The pairs (run, baseline's run) of an arm, seed by seed, and their differences [seeds, orders] in one column."""
 
     pairs: list[tuple[Row, Row]]
@@ -43,7 +43,7 @@ class Grid(NamedTuple):
     column: str
 
 
-def find_grids(arms: Arms, baseline: str | None) -> tuple[str | None, dict[str, Grid], list[str]]:
+def find_grids(arms: Arms, baseline: str | None) -> tuple[str | None, dict[str, PairGrid], list[str]]:
     """Return the baseline, the grid of each other arm, and notes on arms without a complete one.
 
     There is none unless runs have different values of `data.shuffle_seed`. Raises RunError if no arm has a complete
@@ -66,12 +66,12 @@ def find_grids(arms: Arms, baseline: str | None) -> tuple[str | None, dict[str, 
         if missing:
             notes.append(f"{arm}: no grid with {base}; {missing}")
         else:
-            comparisons.append(Comparison(arm, pairs, [], []))
+            comparisons.append(ArmComparison(arm, pairs, [], []))
     column = choose_column(None, [comparison.values for comparison in comparisons])
     notes += [f"{c.arm}: no grid with {base}; a run has no {column}" for c in comparisons if column not in c.values]
     num_orders = len({row[ORDER_SEED] for row in rows})
     grids = {
-        c.arm: Grid(c.pairs, np.reshape(c.values[column], (-1, num_orders)), column)
+        c.arm: PairGrid(c.pairs, np.reshape(c.values[column], (-1, num_orders)), column)
         for c in comparisons
         if column in c.values
     }
@@ -156,7 +156,7 @@ def pool_deviations(values: np.ndarray) -> Deviation:
     return deviation, low, high
 
 
-def build_noise(base: str, grids: dict[str, Grid]) -> Table:
+def build_noise(base: str, grids: dict[str, PairGrid]) -> Table:
     """Return a table of the deviations by source."""
     rows = []
     for arm, grid in grids.items():
@@ -165,7 +165,7 @@ def build_noise(base: str, grids: dict[str, Grid]) -> Table:
         for source, (deviation, low, high) in parts.items():
             share = f"{deviation**2 / total:.0%}" if total and source != TOTAL else ABSENT
             rows.append([arm, source, f"{deviation:.4f}", f"{low:.4f} to {high:.4f}", share])
-        noise = Comparison(arm, grid.pairs, [], []).noise.get(grid.column)
+        noise = ArmComparison(arm, grid.pairs, [], []).noise.get(grid.column)
         chunks = f"{noise.num_chunks} evaluation chunks" if noise else "evaluation chunks"
         rows.append([arm, chunks, f"{noise.chunk:.4f}" if noise else TOO_FEW_CHUNKS, ABSENT, ABSENT])
     shape = " x ".join(map(str, next(iter(grids.values())).differences.shape))

@@ -13,7 +13,7 @@ from stackexp.frame import find_runs
 from stackexp.reports.ablation import build_ablation
 from stackexp.reports.benchmarks import build_benchmarks
 from stackexp.reports.dynamics import build_dynamics
-from stackexp.reports.efficiency import build_efficiency, read_record
+from stackexp.reports.efficiency import build_efficiency, read_efficiency
 from stackexp.reports.formal import build_formal
 from stackexp.reports.grid import build_grid, find_sweeps
 from stackexp.reports.report import Report, Table, save_figure
@@ -73,7 +73,7 @@ def _list_builders(folder: Path) -> Iterator[tuple[str, Builder]]:
         yield f"Sweep: {name}", partial(build_grid, str(sweep))
     for path in sorted(folder.glob("*.json")):
         try:
-            read_record(path)
+            read_efficiency(path)
         except RunError:
             continue
         yield f"Efficiency: {path.name}", partial(build_efficiency, path)

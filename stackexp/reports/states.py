@@ -122,7 +122,7 @@ PREDICTORS = [
 ]
 
 
-def build_report(runs: Sequence[StateRun], notes: Sequence[str]) -> Report:
+def build_state_report(runs: Sequence[StateRun], notes: Sequence[str]) -> Report:
     """Build the tables, the figure and the records of measured runs."""
     tables = [_build_distances(runs), *_build_actions(runs), *_build_depths(runs)]
     passing = [run for run in runs if run.validation_accuracy >= SOLVED]

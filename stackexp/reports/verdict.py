@@ -16,7 +16,7 @@ from stackexp.metric_tags import AVERAGED_STEPS, TOKENS_PER_SECOND, TRAIN_LOSS
 from stackexp.reports.arms import OTHER, choose_column, compare_arms, find_baseline, load_arms, select_finished
 from stackexp.reports.compare import format_loss, read_curve
 from stackexp.reports.interventions import build_interventions
-from stackexp.reports.noise import TOTAL, Grid, build_noise, find_grids, pool_deviations, split_variance
+from stackexp.reports.noise import TOTAL, PairGrid, build_noise, find_grids, pool_deviations, split_variance
 from stackexp.reports.report import PALETTE, Report, Table, new_figure
 from stackexp.reports.training_data import GENERATED_DATA, compare_data
 from stackexp.runs import RunFolder
@@ -35,7 +35,15 @@ from stackexp.sweeps.controls import ADAPTER, FLOPS, PARAMETERS, PLAIN, SCALE, S
 from stackexp.sweeps.schema import format_value, shorten_keys
 from stackexp.sweeps.sweep import STEPS
 from stackexp.sweeps.tuning import Tuned, choose_point
-from stackexp.sweeps.verdict import Key, Plan, Stage, Verdict, find_diverged, judge_pairs, list_differences
+from stackexp.sweeps.verdict import (
+    PairPlan,
+    Question,
+    QuestionStage,
+    TrialKey,
+    find_diverged,
+    judge_pairs,
+    list_differences,
+)
 from stackexp.tables import ABSENT
 from stackexp.terminal import format_duration
 
@@ -45,7 +53,7 @@ BAND = (0.1, 0.9)
 """Quantiles of the best loss of random subsets of the tuning trials."""
 
 
-def build_verdicts(verdicts: Sequence[Verdict]) -> Report:
+def build_verdicts(verdicts: Sequence[Question]) -> Report:
     """Build the report of one verdict, or a table with a line for each arm of several."""
     if len(verdicts) == 1:
         return build_verdict(verdicts[0])
@@ -68,7 +76,7 @@ def build_verdicts(verdicts: Sequence[Verdict]) -> Report:
     return Report([Table(title, ["question", *HEADER], rows, num_labels=3)] if rows else [], notes, records)
 
 
-def build_verdict(verdict: Verdict) -> Report:
+def build_verdict(verdict: Question) -> Report:
     """Build the report from the run folders of both stages, finished or not."""
     tables, notes = [], []
     tuned = verdict.read_tuning()
@@ -105,7 +113,7 @@ def build_verdict(verdict: Verdict) -> Report:
     return Report(tables, notes, records, lambda: _draw(plan, judgments, diverged))
 
 
-def _open_pairs(verdict: Verdict, plan: Plan) -> tuple[Stage, list[str]]:
+def _open_pairs(verdict: Question, plan: PairPlan) -> tuple[QuestionStage, list[str]]:
     """Return the stage of the pairs, and a note if the data of some were not compared.
 
     Raises RunError if the two runs of a pair had other data or another device.
@@ -133,11 +141,14 @@ def _open_pairs(verdict: Verdict, plan: Plan) -> tuple[Stage, list[str]]:
 
 
 def _build_lines(
-    judgments: dict[str, Judgment], plan: Plan, scores: dict[Key, float], seconds: "dict[str, dict[int, float]]"
+    judgments: dict[str, Judgment],
+    plan: PairPlan,
+    scores: dict[TrialKey, float],
+    seconds: "dict[str, dict[int, float]]",
 ) -> list[list[str]]:
     lines, diverged = [], find_diverged(plan, scores)
     for arm, judgment in judgments.items():
-        ours, base = _average_common(seconds[arm], seconds[plan.baseline])
+        ours, base = _average_shared_seeds(seconds[arm], seconds[plan.baseline])
         outcome = format_outcome(judgment, plan, diverged.get(arm), ours, base)
         interval = f"{judgment.low:+.4f} to {judgment.high:+.4f}" if math.isfinite(judgment.low) else ABSENT
         mean = f"{judgment.mean:+.4f}" if judgment.pairs else ABSENT
@@ -148,7 +159,7 @@ def _build_lines(
 
 
 def format_outcome(
-    judgment: Judgment, plan: Plan, diverged: int | None, ours: float | None = None, base: float | None = None
+    judgment: Judgment, plan: PairPlan, diverged: int | None, ours: float | None = None, base: float | None = None
 ) -> str:
     """Return the verdict in words; an undecided one with the diverged seed, or the pairs left and their hours.
 
@@ -163,7 +174,7 @@ def format_outcome(
     return f"undecided: {left} more pairs{hours}" if left else "undecided after all planned pairs"
 
 
-def _measure_seconds(stage: Stage, arm: str) -> dict[int, float]:
+def _measure_seconds(stage: QuestionStage, arm: str) -> dict[int, float]:
     """Return the mean duration of the arm's finished runs of each seed, at their median speed."""
     seconds: dict[int, list[float]] = {}
     for (name, _, seed), trial in stage.trials.items():
@@ -174,7 +185,7 @@ def _measure_seconds(stage: Stage, arm: str) -> dict[int, float]:
     return {seed: statistics.fmean(values) for seed, values in seconds.items()}
 
 
-def _average_common(ours: dict[int, float], base: dict[int, float]) -> tuple[float | None, float | None]:
+def _average_shared_seeds(ours: dict[int, float], base: dict[int, float]) -> tuple[float | None, float | None]:
     """Return the mean durations over the seeds that both arms have; other runs may have had more threads."""
     seeds = ours.keys() & base.keys()
     if not seeds:
@@ -182,7 +193,7 @@ def _average_common(ours: dict[int, float], base: dict[int, float]) -> tuple[flo
     return statistics.fmean(ours[seed] for seed in seeds), statistics.fmean(base[seed] for seed in seeds)
 
 
-def _describe(plan: Plan, judgments: dict[str, Judgment], scores: dict[Key, float]) -> list[str]:
+def _describe(plan: PairPlan, judgments: dict[str, Judgment], scores: dict[TrialKey, float]) -> list[str]:
     arms = len(judgments)
     detectable = (
         ""
@@ -234,7 +245,7 @@ def compute_best_of(losses: Sequence[float], count: int) -> tuple[float, float, 
     return float(weights[used] @ ordered[used]), float(low), float(high)
 
 
-def _build_tuning(verdict: Verdict, tuned: Tuned) -> Table:
+def _build_tuning(verdict: Question, tuned: Tuned) -> Table:
     """Return the chosen values of each arm and the best loss by number of trials.
 
     The next doubling gains at most twice as much as the last one, because the expected best loss is convex.
@@ -269,7 +280,9 @@ def _build_tuning(verdict: Verdict, tuned: Tuned) -> Table:
 # Split of the gain
 
 
-def _build_split(verdict: Verdict, plan: Plan, stage: Stage, scores: dict[Key, float]) -> Table | None:
+def _build_split(
+    verdict: Question, plan: PairPlan, stage: QuestionStage, scores: dict[TrialKey, float]
+) -> Table | None:
     """Return the differences between controls that each isolate one cause, as far as these arms exist.
 
     Stacks are compared with the adapter; every other option in which the two differ is named as a cause, too.
@@ -301,7 +314,7 @@ def _build_split(verdict: Verdict, plan: Plan, stage: Stage, scores: dict[Key, f
 # Time
 
 
-def _build_equal_time(verdict: Verdict, plan: Plan, stage: Stage, speeds: dict[str, float]) -> Table:
+def _build_equal_time(verdict: Question, plan: PairPlan, stage: QuestionStage, speeds: dict[str, float]) -> Table:
     """Return the steps of each arm, which follow from its speed."""
     rows = []
     tokens = {arm: stage.trials[arm, 0, plan.seeds[0]].config.total_tokens for arm in verdict.arms}
@@ -312,11 +325,13 @@ def _build_equal_time(verdict: Verdict, plan: Plan, stage: Stage, speeds: dict[s
     return Table(title, ["arm", "tokens/s", "steps", "tokens of the baseline's"], rows)
 
 
-def _build_speed(verdict: Verdict, plan: Plan, stage: Stage, seconds: dict[str, dict[int, float]]) -> Table | None:
+def _build_speed(
+    verdict: Question, plan: PairPlan, stage: QuestionStage, seconds: dict[str, dict[int, float]]
+) -> Table | None:
     """Return the share of the baseline's time in which an arm reaches its final training loss."""
     rows = []
     for arm in verdict.arms:
-        ours, base = _average_common(seconds[arm], seconds[plan.baseline])
+        ours, base = _average_shared_seeds(seconds[arm], seconds[plan.baseline])
         if arm == plan.baseline or not ours or not base:
             continue
         shares = []
@@ -349,7 +364,7 @@ def find_share_of_steps(ours: RunFolder, base: RunFolder) -> float | None:
     return (first + window) / len(losses) if first < len(means) else None
 
 
-def _draw(plan: Plan, judgments: dict[str, Judgment], diverged: dict[str, int]) -> Any:
+def _draw(plan: PairPlan, judgments: dict[str, Judgment], diverged: dict[str, int]) -> Any:
     """Draw the difference of each arm with its interval, and the effect in question as a band."""
     figure, axes = new_figure(6.0, 1.5 + 0.26 * len(judgments))
     axes.axvspan(-plan.effect, plan.effect, color="0.92", label=f"effect of {plan.effect:g}")
@@ -370,7 +385,7 @@ def _draw(plan: Plan, judgments: dict[str, Judgment], diverged: dict[str, int]) 
     return figure
 
 
-def format_plan(verdict: Verdict) -> str:
+def format_plan(verdict: Question) -> str:
     """Return the runs of both stages, and the time they take if finished runs show it."""
     lines = []
     plan, tuning = verdict.read_plan(), verdict.tuning
@@ -438,7 +453,7 @@ def build_pair_plan(paths: Sequence[Path], effect: float, baseline: str | None =
     return Report([_tabulate_plan(effect, lines)], [*notes, _describe_plan(base, effect, column)], [])
 
 
-def _plan_grids(base: str, grids: dict[str, Grid], effect: float, notes: list[str]) -> Report:
+def _plan_grids(base: str, grids: dict[str, PairGrid], effect: float, notes: list[str]) -> Report:
     """Return the noise by source, and the pairs for its total."""
     hours = _measure_hours([pair for grid in grids.values() for pair in grid.pairs])
     (column,) = {grid.column for grid in grids.values()}

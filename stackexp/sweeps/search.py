@@ -13,7 +13,7 @@ from stackexp.files import read_json, read_json_lines, write_json
 from stackexp.metric_tags import AVERAGED_STEPS, TRAIN_LOSS
 from stackexp.sweeps.schema import Space, format_label
 from stackexp.sweeps.sweep import Sweep
-from stackexp.sweeps.trials import State, Trial, get_state, read_objective, read_tail
+from stackexp.sweeps.trials import Trial, TrialState, get_state, read_objective, read_tail
 
 MAX_DRAWS = 30
 """The search space counts as exhausted after this many draws in a row without a new trial."""
@@ -71,10 +71,10 @@ class Study:
             for key, space in self._search.space.items():
                 _suggest(enqueued, key, space)
             state = get_state(trial)
-            if state == State.DONE:
+            if state == TrialState.DONE:
                 value, _ = read_objective(trial, self._sweep.config.objective)
                 study.tell(enqueued, value, states.FAIL if value is None else None)
-            elif state == State.PRUNED:
+            elif state == TrialState.PRUNED:
                 self._report_pruned(enqueued, trial)
                 study.tell(enqueued, state=states.PRUNED)
         return study

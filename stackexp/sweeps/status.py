@@ -9,7 +9,7 @@ from stackexp.errors import RunError
 from stackexp.planning.devices import DEFAULT_DEVICE, DEFAULT_MFU, NOT_ESTIMATED, can_estimate_speed
 from stackexp.sweeps import slurm
 from stackexp.sweeps.sweep import Sweep
-from stackexp.sweeps.trials import State, Status, Trial, has_worker, read_claim, read_status
+from stackexp.sweeps.trials import Trial, TrialState, TrialStatus, has_worker, read_claim, read_status
 from stackexp.tables import ABSENT, format_table
 from stackexp.terminal import format_duration
 
@@ -21,13 +21,13 @@ class ChangePrinter:
 
     def __init__(self, objective: str) -> None:
         self._objective = objective
-        self._printed: dict[Trial, tuple[State, int]] = {}  # state and number of attempts
+        self._printed: dict[Trial, tuple[TrialState, int]] = {}  # state and number of attempts
 
     def update(self, trials: list[Trial]) -> None:
         """Print the trials whose state or number of attempts has changed."""
         for trial in trials:
-            before = self._printed.get(trial, (State.WAITING, 0))
-            if before[0] in (State.DONE, State.PRUNED):
+            before = self._printed.get(trial, (TrialState.WAITING, 0))
+            if before[0] in (TrialState.DONE, TrialState.PRUNED):
                 continue
             status = read_status(trial, self._objective)
             current = self._printed[trial] = status.state, status.attempts
@@ -38,14 +38,14 @@ class ChangePrinter:
                 print(f"{time.strftime('%H:%M:%S')}  {status.state:8}  {trial.name}  {text}", flush=True)
 
 
-def read_statuses(sweep: Sweep) -> list[Status]:
+def read_statuses(sweep: Sweep) -> list[TrialStatus]:
     """Return the status of each trial. For a running trial, `cause` is where it runs."""
     statuses = [read_status(trial, sweep.config.objective) for trial in sweep.trials]
-    claims = {status.trial: read_claim(status.trial) for status in statuses if status.state == State.RUNNING}
+    claims = {status.trial: read_claim(status.trial) for status in statuses if status.state == TrialState.RUNNING}
     return [dataclasses.replace(s, cause=str(claims.get(s.trial) or s.cause)) for s in statuses]
 
 
-def format_sweep_status(sweep: Sweep, statuses: list[Status]) -> str:
+def format_sweep_status(sweep: Sweep, statuses: list[TrialStatus]) -> str:
     """Return a table with a row for each trial (state, progress, where it runs or why it failed), and the workers.
 
     Empty columns are omitted, and attempts if no trial was retried.
@@ -69,16 +69,16 @@ def _describe_workers(sweep: Sweep) -> str:
     return "Slurm jobs: " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
 
 
-def format_summary(statuses: list[Status]) -> str:
+def format_summary(statuses: list[TrialStatus]) -> str:
     """Return the number of trials in each state, such as `25 trials: 2 running, 23 done`."""
     counts = Counter(status.state for status in statuses)
-    parts = [f"{counts[state]} {state}" for state in State if counts[state]]
+    parts = [f"{counts[state]} {state}" for state in TrialState if counts[state]]
     return f"{len(statuses)} trials: {', '.join(parts)}" if parts else "no trials yet"
 
 
-def format_status(status: Status) -> dict[str, str]:
+def format_status(status: TrialStatus) -> dict[str, str]:
     """Return the cells of a row by column."""
-    speed = status.tokens_per_second if status.state == State.RUNNING else None
+    speed = status.tokens_per_second if status.state == TrialState.RUNNING else None
     return {
         "trial": status.trial.name,
         "state": status.state,

@@ -92,7 +92,7 @@ def compute_config_hash(config: ExperimentConfig) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:8]
 
 
-class State(StrEnum):
+class TrialState(StrEnum):
     """The state of a trial."""
 
     WAITING = "waiting"  # never started
@@ -104,7 +104,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Status:
+class TrialStatus:
     """State and progress of a trial.
 
     `step` counts optimizer steps, `loss` is that of the last step, `seconds_left` assumes the current speed, `cause`
@@ -112,7 +112,7 @@ class Status:
     """
 
     trial: Trial
-    state: State
+    state: TrialState
     step: int
     loss: float | None
     tokens_per_second: float | None
@@ -122,7 +122,7 @@ class Status:
     cause: str
 
 
-def read_status(trial: Trial, objective: str) -> Status:
+def read_status(trial: Trial, objective: str) -> TrialStatus:
     """Return the current status of a trial."""
     last: dict[str, Any] = {}
     for line in read_tail(trial.folder.metrics):
@@ -130,32 +130,32 @@ def read_status(trial: Trial, objective: str) -> Status:
     value, problem = read_objective(trial, objective) if trial.folder.is_finished else (None, "")
     state, failure, max_steps = get_state(trial), read_failure(trial), trial.config.trainer.max_steps
     step, speed = last.get("step", 0), last.get(TOKENS_PER_SECOND)
-    is_timed = speed and state == State.RUNNING
-    return Status(
+    is_timed = speed and state == TrialState.RUNNING
+    return TrialStatus(
         trial=trial,
         state=state,
-        step=max_steps if state == State.DONE else step,
+        step=max_steps if state == TrialState.DONE else step,
         loss=last.get(TRAIN_LOSS),
         tokens_per_second=speed,
         seconds_left=(max_steps - step) * trial.config.data.global_batch_tokens / speed if is_timed else None,
         objective=value,
-        attempts=failure.get("attempts", 0) + (state not in (State.WAITING, State.FAILED)),
-        cause=failure["cause"] if state == State.FAILED else problem,
+        attempts=failure.get("attempts", 0) + (state not in (TrialState.WAITING, TrialState.FAILED)),
+        cause=failure["cause"] if state == TrialState.FAILED else problem,
     )
 
 
-def get_state(trial: Trial) -> State:
+def get_state(trial: Trial) -> TrialState:
     """Return the current state of a trial."""
     if trial.folder.is_finished:
-        return State.DONE
+        return TrialState.DONE
     if trial.folder.is_running or is_locked(trial.claim):
-        return State.RUNNING
+        return TrialState.RUNNING
     if trial.pruned.exists():
-        return State.PRUNED
+        return TrialState.PRUNED
     failure = read_failure(trial)
     if failure and not failure.get("tried_again"):
-        return State.FAILED
-    return State.STOPPED if trial.folder.metrics.exists() else State.WAITING
+        return TrialState.FAILED
+    return TrialState.STOPPED if trial.folder.metrics.exists() else TrialState.WAITING
 
 
 def read_tail(path: Path) -> list[dict[str, Any]]:

@@ -29,13 +29,13 @@ from stackexp.sweeps.schema import SweepConfig, Values, expand, format_value
 from stackexp.sweeps.sweep import STEPS, Sweep
 from stackexp.sweeps.trials import Trial, compute_config_hash, get_number, has_diverged, read_failure
 from stackexp.sweeps.tuning import Tuned, Tuning, choose_point, estimate_noise, measure_speeds
-from stackexp.sweeps.worker import Machine, run_sweep
+from stackexp.sweeps.worker import DevicePool, run_sweep
 
 PLAN = "verdict.json"
 
 
 @dataclass(frozen=True)
-class Plan:
+class PairPlan:
     """Decisions made before the first pair: the values of each arm, the number of pairs and the effect.
 
     `deviation` is the standard deviation of paired differences between tuning seeds; None if not measured.
@@ -67,18 +67,18 @@ class Plan:
         return len(self.seeds)
 
 
-Key = tuple[str, int, int]
+TrialKey = tuple[str, int, int]
 """Arm, index of the tuned point (0 in pairs), and seed of a run."""
 
 
 @dataclass(frozen=True)
-class Stage:
+class QuestionStage:
     """A sweep with its trials by arm, point and seed."""
 
     sweep: Sweep
-    trials: dict[Key, Trial]
+    trials: dict[TrialKey, Trial]
 
-    def read_scores(self) -> dict[Key, float]:
+    def read_scores(self) -> dict[TrialKey, float]:
         """Return the scores of the trials that ended: inf for those whose loss or score was not finite.
 
         Raises RunError if a result has no such score, or is not that of the trial's config.
@@ -108,7 +108,7 @@ def _read_score(trial: Trial, objective: str) -> float:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Question:
     """The file `path` with its stages."""
 
     path: Path
@@ -138,7 +138,7 @@ class Verdict:
         return Path(self._build_sweep(self.name, []).base_trial.config.logging.root, self.name)
 
     @cached_property
-    def tuning(self) -> "Stage | None":
+    def tuning(self) -> "QuestionStage | None":
         """The stage that tunes the arms, point by point; None without tuning."""
         tuning = self.config.tuning
         if tuning is None:
@@ -152,7 +152,7 @@ class Verdict:
         ]
         return self._build_stage("tuning", {run[:3]: run[3] for run in runs})
 
-    def build_pairs(self, plan: Plan) -> "Stage":
+    def build_pairs(self, plan: PairPlan) -> "QuestionStage":
         """Return the stage of the pairs, seed by seed. Raises ConfigError if a config is not that of the plan."""
         runs = {(arm, 0, seed): plan.values[arm] for seed in plan.seeds for arm in self.arms}
         stage = self._build_stage("pairs", runs)
@@ -180,11 +180,11 @@ class Verdict:
             if self.config.score.startswith("ema.") and config.trainer.ema_decay is None:
                 raise ConfigError(f"{where} has no {self.config.score}; set trainer.ema_decay for all arms")
 
-    def _build_stage(self, name: str, runs: dict["Key", Values]) -> "Stage":
+    def _build_stage(self, name: str, runs: dict["TrialKey", Values]) -> "QuestionStage":
         """Build a sweep whose trials are distinct; arms with the same config share theirs."""
         build = partial(self._build_sweep, f"{self.name}/{name}", is_search=name == "tuning")
         base, entries = build([]), dict[str, Values]()
-        trials: dict[Key, Trial] = {}
+        trials: dict[TrialKey, Trial] = {}
         for (arm, point, seed), values in runs.items():
             entry = next(entry for entry in self.config.arms if entry["name"] == arm)
             label = arm if name == "pairs" else f"{arm}-{point}"
@@ -194,7 +194,7 @@ class Verdict:
             entries.setdefault(compute_config_hash(trial.config), entry)
         sweep = build(list(entries.values()))
         first = {compute_config_hash(trial.config): trial for trial in reversed(trials.values())}
-        return Stage(sweep, {key: first[compute_config_hash(trial.config)] for key, trial in trials.items()})
+        return QuestionStage(sweep, {key: first[compute_config_hash(trial.config)] for key, trial in trials.items()})
 
     def check(self) -> None:
         """Compose every trial. Raises ConfigError for an invalid one."""
@@ -249,7 +249,7 @@ class Verdict:
             for arm in self.arms
         }
 
-    def read_plan(self) -> Plan | None:
+    def read_plan(self) -> PairPlan | None:
         """Return the plan in the folder, or None.
 
         Raises ConfigError if the question has changed, and RunError for a damaged or incompatible plan.
@@ -258,9 +258,9 @@ class Verdict:
         if not path.is_file():
             return None
         contents, ours = read_hashed_json(path, "restore the file"), self._describe_question()
-        if contents.get("version") != Plan.version or not contents["question"].keys() <= ours.keys():
+        if contents.get("version") != PairPlan.version or not contents["question"].keys() <= ours.keys():
             raise RunError(f"{path}: not a plan of this version; move the folder elsewhere")
-        plan = Plan(**contents)
+        plan = PairPlan(**contents)
         if changed := [key for key, value in plan.question.items() if ours[key] != value]:
             raise ConfigError(
                 f"{display_path(self.path)}: {', '.join(changed)} changed since {path} was written; "
@@ -268,7 +268,7 @@ class Verdict:
             )
         return plan
 
-    def load_or_write_plan(self) -> Plan:
+    def load_or_write_plan(self) -> PairPlan:
         """Return the plan in the folder; write it if there is none.
 
         Raises what `read_plan` and `choose_plan` raise, and RunError if there are pairs without a plan.
@@ -285,7 +285,7 @@ class Verdict:
             write_hashed_json(self.folder / PLAN, dataclasses.asdict(plan))
         return plan
 
-    def choose_plan(self) -> Plan:
+    def choose_plan(self) -> PairPlan:
         """Choose the best values of each arm, the number of pairs, and the steps at equal time, by the tuning runs.
 
         Raises RunError if an arm has no finished point, or what `measure_speeds` raises.
@@ -337,9 +337,9 @@ class Verdict:
 
     def _build_plan(
         self, values: dict[str, Values], pairs: int, deviation: float | None, speeds: dict[str, float] | None = None
-    ) -> Plan:
+    ) -> PairPlan:
         seeds = list(range(self.config.first_seed, self.config.first_seed + pairs))
-        plan = Plan(self._describe_question(), values, seeds, deviation, speeds)
+        plan = PairPlan(self._describe_question(), values, seeds, deviation, speeds)
         trials = self.build_pairs(plan).trials
         return dataclasses.replace(plan, runs={arm: trials[arm, 0, seeds[0]].name for arm in self.arms})
 
@@ -363,7 +363,7 @@ class Verdict:
         plan = self.load_or_write_plan()
         stage, arms = self.build_pairs(plan), self.arms
         before = stage.read_scores()
-        workers = Machine(stage.sweep, stage.sweep.trials, max_parallel).parallel if launcher == "local" else None
+        workers = DevicePool(stage.sweep, stage.sweep.trials, max_parallel).parallel if launcher == "local" else None
         end = 0
         while arms and end < plan.pairs:
             end = min(plan.pairs, max(MIN_PAIRS, end + choose_batch(len(arms), workers))) if workers else plan.pairs
@@ -394,7 +394,7 @@ class Verdict:
                         f"{display_path(self.path)} another name"
                     )
 
-    def _run_part(self, stage: Stage, keys: list[Key], launcher: str, max_parallel: int | None) -> bool:
+    def _run_part(self, stage: QuestionStage, keys: list[TrialKey], launcher: str, max_parallel: int | None) -> bool:
         """Run the trials of a stage that have not ended. Return False if they were only submitted."""
         scores = stage.read_scores()
         missing = {stage.trials[key] for key in keys if key not in scores}
@@ -423,7 +423,7 @@ class Verdict:
         return launcher == "local"
 
 
-def load_verdicts(path: Path, overrides: Iterable[str] = (), budget: float = 1.0) -> list[Verdict]:
+def load_verdicts(path: Path, overrides: Iterable[str] = (), budget: float = 1.0) -> list[Question]:
     """Load a verdict for every combination of the values of `each`, in folders of their own below the name.
 
     `budget` multiplies all options of the file that end in _steps or _interval. Raises ConfigError.
@@ -441,7 +441,7 @@ def load_verdicts(path: Path, overrides: Iterable[str] = (), budget: float = 1.0
             raise ConfigError(f"{steps[0]}: --budget multiplies the steps of the file; change them there")
     name = (config.name or path.stem) + f"-budget-{budget:g}" * (budget != 1)
     config, each = dataclasses.replace(config, each={}), config.each
-    verdicts: list[Verdict] = []
+    verdicts: list[Question] = []
     for combination in itertools.product(*each.values()):
         own = [f"{key}={format_value(value)}" for key, value in zip(each, combination, strict=True)]
         folder = re.sub(r"[^\w.+-]", "-", "-".join(map(str, combination)))
@@ -449,17 +449,17 @@ def load_verdicts(path: Path, overrides: Iterable[str] = (), budget: float = 1.0
         if label in (other.name for other in verdicts):
             raise ConfigError(f"{display_path(path)}: each: two questions have the folder {label}; change a value")
         changed = dataclasses.replace(config, name=label, overrides=config.overrides + own)
-        verdicts.append(Verdict(path, changed, tree, overrides, budget))
+        verdicts.append(Question(path, changed, tree, overrides, budget))
     return verdicts
 
 
-def judge_pairs(plan: Plan, scores: dict[Key, float]) -> dict[str, Judgment]:
+def judge_pairs(plan: PairPlan, scores: dict[TrialKey, float]) -> dict[str, Judgment]:
     """Judge the arms by the scores of the finished pairs."""
     arms = [arm for arm in plan.values if arm != plan.baseline]
     return judge({arm: list_differences(plan, scores, arm) for arm in arms}, plan.pairs, plan.effect)
 
 
-def list_differences(plan: Plan, scores: dict[Key, float], arm: str, base: str | None = None) -> list[float]:
+def list_differences(plan: PairPlan, scores: dict[TrialKey, float], arm: str, base: str | None = None) -> list[float]:
     """Return the differences of two arms in the order of the seeds, up to the first pair that is missing or diverged.
 
     An infinite difference has no deviation.
@@ -473,7 +473,7 @@ def list_differences(plan: Plan, scores: dict[Key, float], arm: str, base: str |
     return differences
 
 
-def find_diverged(plan: Plan, scores: dict[Key, float]) -> dict[str, int]:
+def find_diverged(plan: PairPlan, scores: dict[TrialKey, float]) -> dict[str, int]:
     """Return the first seed at which an arm, or the baseline, has no finite score; only for arms with such a seed."""
     infinite = [(arm, seed) for (arm, _, seed), score in scores.items() if not math.isfinite(score)]
     return {

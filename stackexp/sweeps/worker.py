@@ -52,7 +52,7 @@ STOP_SECONDS = 180
 """Time that `stop_sweep` waits for the workers."""
 
 
-class Machine:
+class DevicePool:
     """The devices that a worker may use: GPUs, or CPU cores if no trial uses GPUs or this machine has none.
 
     In a Slurm job, these are the devices of the job. `parallel` trials run at once, with `threads` each. Raises
@@ -130,7 +130,7 @@ class Worker:
         self._changes = ChangePrinter(sweep.config.objective)
         self._study = Study(sweep) if sweep.config.search else None
         trials = [sweep.base_trial] if self._study else self._find_trials() if is_job else sweep.trials
-        self._machine = Machine(sweep, trials, max_parallel)
+        self._machine = DevicePool(sweep, trials, max_parallel)
         self._running: dict[Trial, tuple[subprocess.Popen, IO[str]]] = {}  # processes and claims
         self._started: dict[Trial, None] = {}  # trials that this worker has started, in order
         self._recheck_at = 0.0

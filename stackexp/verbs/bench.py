@@ -53,7 +53,7 @@ class Efficiency(Verb):
                     f"bench efficiency: data.kind {config.data.kind} has no text; use a config of a language model"
                 )
         from stackexp.benchmarking import choose_device, measure_efficiency, write_record
-        from stackexp.reports.efficiency import build_report
+        from stackexp.reports.efficiency import build_cost_report
         from stackexp.reports.report import format_report
 
         rows = []
@@ -61,5 +61,5 @@ class Efficiency(Verb):
             rows.append(row)
             print(f"{row.get('error', 'measured')}: {row['model']} ({row['implementation']})", flush=True)
             record = write_record(args.out, rows, configs=args.config, overrides=args.overrides)
-        print(f"\n{format_report(build_report(record), 'markdown' if args.markdown else 'terminal')}")
+        print(f"\n{format_report(build_cost_report(record), 'markdown' if args.markdown else 'terminal')}")
         return 0

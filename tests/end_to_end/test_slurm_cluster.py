@@ -12,7 +12,7 @@ from slurm import Slurm
 
 from stackexp.runs import RunFolder
 from stackexp.sweeps.sweep import load_sweep
-from stackexp.sweeps.trials import State, get_state, read_claim
+from stackexp.sweeps.trials import TrialState, get_state, read_claim
 
 DOCS = Path(__file__).parents[2] / "docs" / "cluster.md"
 FSDP = ("trainer.strategy=fsdp", "data.micro_batch_size=2", "trainer.max_steps=60")
@@ -80,7 +80,7 @@ def test_a_sweep_survives_a_signal_and_the_loss_of_a_node(slurm: Slurm, program,
     program.run("sweep", "run", path, "--launcher", "slurm")
     wait_until(lambda: len(losses(trials[0].folder)) > 5)
     slurm.output("scancel", "--batch", "--signal=USR1", read_claim(trials[0]).job)
-    wait_until(lambda: get_state(trials[0]) == State.STOPPED)
+    wait_until(lambda: get_state(trials[0]) == TrialState.STOPPED)
     wait_until(lambda: slurm.hurry() or len(losses(trials[0].folder)) > 20)
     slurm.kill_node("n1")
     assert not trials[0].folder.is_finished, "the kill came too late"
@@ -88,7 +88,7 @@ def test_a_sweep_survives_a_signal_and_the_loss_of_a_node(slurm: Slurm, program,
     slurm.start_node("n1")
     wait_until(lambda: not slurm.squeue() or slurm.hurry() or not slurm.squeue())
 
-    assert [get_state(trial) for trial in trials] == [State.DONE] * 3, [trial.log.read_text() for trial in trials]
+    assert [get_state(trial) for trial in trials] == [TrialState.DONE] * 3, [trial.log.read_text() for trial in trials]
     for trial in trials:
         steps = [line["step"] for line in trial.folder.read_metrics() if "train/loss" in line]
         assert steps == list(range(1, 61)), trial.name

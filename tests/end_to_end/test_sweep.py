@@ -9,7 +9,7 @@ import yaml
 from processes import Program, wait_until
 
 from stackexp.sweeps.sweep import load_sweep
-from stackexp.sweeps.trials import State, get_state
+from stackexp.sweeps.trials import TrialState, get_state
 
 
 @pytest.mark.slow  # two minutes; tests/test_sweep_worker.py kills workers too
@@ -30,7 +30,7 @@ def test_same_command_finishes_a_killed_sweep(program: Program, tiny, tmp_path):
     assert not third.path.exists()
 
     output = program.run("sweep", "run", path, "--max-parallel", "2")
-    assert [get_state(trial) for trial in trials] == [State.DONE] * 3
+    assert [get_state(trial) for trial in trials] == [TrialState.DONE] * 3
     assert not any(trial.folder.is_running for trial in trials)
     sessions = [len(json.loads((run.path / "environment.json").read_text())) for run in (first, second, third)]
     assert sessions == [2, 1, 1]  # the killed one was resumed, no other one was started twice

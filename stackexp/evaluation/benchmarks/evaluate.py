@@ -20,7 +20,7 @@ from stackexp.errors import ConfigError, RunError, first_line
 from stackexp.evaluation.benchmarks.models import RunModel, limit_new_tokens, load_hugging_face_model
 from stackexp.evaluation.benchmarks.results import (
     FILE,
-    Evaluation,
+    BenchmarkEvaluation,
     TaskScores,
     add_evaluation,
     compute_mean,
@@ -161,7 +161,7 @@ def _report(
             print(wrap_text(f"note: {name}: {excluded} and are not in the scores"))
     if output is None:
         return
-    evaluation = Evaluation(
+    evaluation = BenchmarkEvaluation(
         checkpoint=str(model.checkpoint),
         step=model.step,
         tokens=model.tokens,

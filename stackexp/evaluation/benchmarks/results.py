@@ -43,7 +43,7 @@ class TaskScores:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class BenchmarkEvaluation:
     """The scores of one checkpoint under one set of options."""
 
     checkpoint: str
@@ -72,7 +72,7 @@ class Evaluation:
         return self.checkpoint, self.step, *self.chosen, self.lm_eval, self.model
 
 
-def read_evaluations(path: Path) -> list[Evaluation]:
+def read_evaluations(path: Path) -> list[BenchmarkEvaluation]:
     """Return the evaluations in a benchmarks.json; [] if it is missing. Raises RunError for a damaged file."""
     if not path.exists():
         return []
@@ -81,12 +81,14 @@ def read_evaluations(path: Path) -> list[Evaluation]:
     if record.get("version") != VERSION:
         raise RunError(f"{path}: not a file of this version; {remedy}")
     return [
-        Evaluation(**entry | {"tasks": {name: TaskScores(**scores) for name, scores in entry["tasks"].items()}})
+        BenchmarkEvaluation(
+            **entry | {"tasks": {name: TaskScores(**scores) for name, scores in entry["tasks"].items()}}
+        )
         for entry in record["evaluations"]
     ]
 
 
-def add_evaluation(path: Path, new: Evaluation) -> None:
+def add_evaluation(path: Path, new: BenchmarkEvaluation) -> None:
     """Add an evaluation to a benchmarks.json, atomically; tasks scored with the same options are merged."""
     with hold_lock(path.with_name(f".{path.name}.lock"), f"writing {path}"):
         evaluations = read_evaluations(path)
