@@ -38,7 +38,7 @@ def test_additive_grids_have_the_deviations_of_rows_and_columns():
     assert found[REST][0] == pytest.approx(0, abs=1e-12)
 
 
-def write_grid(root, arm, losses, *overrides, orders=(0, 1)):
+def write_grid(root, arm, losses, *overrides):
     for (seed, order), loss in losses.items():
         run = root / f"{arm}-seed={seed}-shuffle_seed={order}-{abs(hash((arm, seed, order))) % 16**8:08x}"
         write_run(run, f"data.shuffle_seed={order}", *overrides, seed=seed, data=f"{order:02d}")
@@ -64,6 +64,22 @@ def test_plan_splits_the_noise_of_a_grid(tmp_path, capsys):
     next(tmp_path.glob("stack-seed=2-shuffle_seed=1-*")).joinpath("result.json").unlink()
     assert main(command) == 1
     assert "1 run missing, the first with seed=2, shuffle_seed=1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_an_arm_may_have_fewer_orders_than_the_baseline(seeds, tmp_path, capsys):
+    """The differences are 0.01 * seed, so none of the noise is from the order."""
+    cells = list(itertools.product(range(seeds), range(3)))
+    write_grid(tmp_path, "wide", {(s, o): 4 + s + o for s, o in cells}, "model.memory=null")
+    write_grid(tmp_path, "stack", {(s, o): 4 + s + o + 0.01 * s for s, o in cells if o < 2})
+    write_grid(tmp_path, "queue", {(s, o): 4 + s + o + 0.01 * s for s, o in cells}, "model.memory=queue")
+    assert main(["plan", "--effect", "0.05", "--runs", str(tmp_path), "--baseline", "wide"]) == 0
+    printed = capsys.readouterr().out
+    rows = {(row[0], row[1]): row[-5] for row in map(str.split, printed.splitlines()) if "to" in row and len(row) > 5}
+    for arm in ("stack", "queue"):
+        assert (rows[arm, "data"], rows[arm, "both"]) == ("0.0000", "0.0000")
+        assert float(rows[arm, "initialization"]) == pytest.approx(0.01 * np.std(range(seeds), ddof=1), abs=1e-4)
+    assert f"{seeds} x 2 or {seeds} x 3 seeds and orders" in " ".join(printed.split())
 
 
 def test_pairs_share_one_loss_and_hours_of_runs_that_have_them(tmp_path, capsys):

@@ -69,9 +69,8 @@ def find_grids(arms: Arms, baseline: str | None) -> tuple[str | None, dict[str, 
             comparisons.append(ArmComparison(arm, pairs, [], []))
     column = choose_column(None, [comparison.values for comparison in comparisons])
     notes += [f"{c.arm}: no grid with {base}; a run has no {column}" for c in comparisons if column not in c.values]
-    num_orders = len({row[ORDER_SEED] for row in rows})
     grids = {
-        c.arm: PairGrid(c.pairs, np.reshape(c.values[column], (-1, num_orders)), column)
+        c.arm: PairGrid(c.pairs, np.reshape(c.values[column], (len({run["seed"] for run, _ in c.pairs}), -1)), column)
         for c in comparisons
         if column in c.values
     }
@@ -168,9 +167,9 @@ def build_noise(base: str, grids: dict[str, PairGrid]) -> Table:
         noise = ArmComparison(arm, grid.pairs, [], []).noise.get(grid.column)
         chunks = f"{noise.num_chunks} evaluation chunks" if noise else "evaluation chunks"
         rows.append([arm, chunks, f"{noise.chunk:.4f}" if noise else TOO_FEW_CHUNKS, ABSENT, ABSENT])
-    shape = " x ".join(map(str, next(iter(grids.values())).differences.shape))
+    shapes = " or ".join(sorted({" x ".join(map(str, grid.differences.shape)) for grid in grids.values()}))
     title = (
-        f"Deviation of a pair's difference from {base} by source, {shape} seeds and orders. Evaluation chunks: what "
+        f"Deviation of a pair's difference from {base} by source, {shapes} seeds and orders. Evaluation chunks: what "
         "other chunks would change; all pairs share theirs"
     )
     return Table(title, ["arm", "source", "deviation", "95 % interval", "share"], rows, num_labels=2)
