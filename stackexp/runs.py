@@ -53,6 +53,7 @@ MARKER_TEXT = "A run folder of stackexp: `fit --run` resumes it, `runs remove` d
 MANIFEST = "manifest.json"
 VALIDATION = "validation.json"
 STAMP = "%Y%m%d-%H%M%S"
+DATE_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 RETRY_SECONDS = 0.2
 
 
@@ -109,6 +110,13 @@ class RunFolder:
             if not isinstance(origin, dict) or not isinstance(origin.get("path"), str):
                 raise RunError(f"{self.environment}: the origin of a session is {origin!r:.60}; delete it")
         return sessions
+
+    def read_start(self) -> datetime | None:
+        """Return the start of the first session; None if it is not recorded."""
+        try:
+            return datetime.strptime(self.read_sessions()[0]["started"], DATE_FORMAT)
+        except (IndexError, KeyError, TypeError, ValueError):
+            return None
 
     def list_checkpoints(self) -> list[Path]:
         """Return the checkpoints, oldest first. Copies under other names are ignored."""
@@ -331,7 +339,7 @@ def describe_environment() -> dict[str, Any]:
     packages = ("torch", "lightning", "torchmetrics", "omegaconf", "mosaicml-streaming", "tokenizers")
     versions = {name: importlib.metadata.version(name) for name in packages}
     return {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "started": time.strftime(DATE_FORMAT),
         "command": mask_secrets(shlex.join([os.path.basename(sys.executable), *sys.orig_argv[1:]])),
         "commit": read_commit(),
         "python": platform.python_version(),

@@ -153,25 +153,33 @@ def test_the_file_holds_the_runs_and_the_intervals(written):
 def test_runs_of_the_predicted_size_are_scored_and_the_file_is_not_changed(written, capsys):
     runs, file = written
     frozen = file.read_bytes()
-    write_ladder(runs, sizes=[NEXT], seeds=[2])
-    set_start(runs / "transformer-240m-seed=2-0123abcd", "2100-01-01T00:00:00+0000")
-    worse = write_run(runs / "transformer-241m-seed=8-0123abcd", "model.memory=null", seed=8)
-    finish(worse, 4.0, parameters=241_000_000, tokens=20 * 241_000_000)
-    set_start(worse, "2001-01-01T00:00:00+0000")
-    for undated in (None, "yesterday"):
-        if undated:
-            set_start(runs / "stacktrans-240m-seed=2-0123abcd", undated)
-        code, text = run_report(capsys, runs, "--forecast", file, "--size", "240e6", "--csv", file.with_suffix(".csv"))
-        assert code == 0, text
-        assert "Forecast for 240M parameters: 3 of 4 inside" in text
-        assert "8 4.000 outside*" in text
-        assert "2 -0.050 inside" in text
-        assert f"1 run started before the forecast was written, so no test of it: {worse}" in text
-        assert "1 run without a recorded start: " in text
-        assert "of the forecast changed" not in text
-        assert "of the forecast missing" not in text
-    assert file.read_bytes() == frozen
+    write_ladder(runs, sizes=[NEXT], seeds=[2, 3])
+    later, early = "2100-01-01T00:00:00+0000", "2001-01-01T00:00:00+0000"
+    for seed, start in ((2, later), (3, early)):
+        for family in ("transformer", "stacktrans"):
+            set_start(runs / f"{family}-240m-seed={seed}-0123abcd", start)
+    for seed, start in ((8, later), (9, early)):
+        worse = write_run(runs / f"transformer-241m-seed={seed}-0123abcd", "model.memory=null", seed=seed)
+        finish(worse, 4.0, parameters=241_000_000, tokens=20 * 241_000_000)
+        set_start(worse, start)
+    command = [runs, "--forecast", file, "--size", "240e6", "--csv", file.with_suffix(".csv")]
+    code, text = run_report(capsys, *command)
+    assert code == 0, text
+    assert "Forecast for 240M parameters: 3 of 4 inside" in text
+    assert "8 4.000 outside*" in text
+    assert "2 -0.050 inside" in text
+    assert "3 runs started before the forecast was written, so not scored: " in text
+    assert worse.name in text
+    assert "of the forecast changed" not in text
+    assert "of the forecast missing" not in text
     assert file.with_suffix(".csv").read_text().count("\n") == 5
+    for start in ("yesterday", None):
+        environment = runs / "stacktrans-240m-seed=2-0123abcd" / "environment.json"
+        set_start(environment.parent, start) if start else environment.unlink()
+        _, text = run_report(capsys, *command)
+        assert "Forecast for 240M parameters: 1 of 2 inside" in text, "without the run, and without its difference"
+        assert "1 run without a recorded start, so not scored: " in text
+    assert file.read_bytes() == frozen
 
 
 def test_a_forecast_of_more_than_one_step_has_a_warning(tmp_path, capsys):

@@ -22,7 +22,7 @@ from stackexp.errors import RunError
 from stackexp.reports.arms import list_paths
 from stackexp.reports.report import Report, Table
 from stackexp.reports.scaling import SAME_RATIO, Ladder, Point, Series, abbreviate, get_size, load_ladder, select_series
-from stackexp.runs import RunFolder, read_commit
+from stackexp.runs import DATE_FORMAT, RunFolder, read_commit
 from stackexp.tables import ABSENT
 
 FORMAT, VERSION = "stackexp forecast", 1
@@ -34,7 +34,6 @@ VARIANCE_RATIOS = np.array([0, 0.5, 2, 8, 32])
 PRIOR_DEVIATION = 0.01  # nats; counts as one more run. Recorded runs: 0.011 to 0.019 between seeds.
 MIN_SIZES = 3
 SAME_SIZE = 0.01  # the size of a run differs from the predicted size by less than this much in its logarithm
-DATE_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 INTERVAL = {"predicted": 0.5, "low": 0.025, "high": 0.975}
 """Median and ends of the 95 % interval of one new run -> probabilities of smaller values."""
 HEADER = ["forecast", "predicted", "95 % interval"]
@@ -231,7 +230,8 @@ def _score(path: Path, contents: dict[str, Any], ladder: Ladder) -> Report:
     tolerance = SAME_RATIO if fixed == "ratio" else 1e-9
     new = [p for p in candidates if abs(math.log(getattr(p, fixed) / value)) < tolerance]
     condition = Series(quantity, fixed, value, [], {}).condition
-    measured = _list_values(new, quantity)
+    scored, undated = _check_dates(contents["written"], new)
+    measured = _list_values(scored, quantity)
     rows, earlier, records, results = [], [], [], []
     for forecast in contents["forecasts"]:
         name, runs = " - ".join(forecast["names"]), measured.get(tuple(forecast["names"]), [])
@@ -265,7 +265,7 @@ def _score(path: Path, contents: dict[str, Any], ladder: Ladder) -> Report:
         "seed, and deviations of a whole size; not another learning-rate rule or other data.",
         *_check_step(contents),
         *list_paths(f"of this size without {condition}, not scored", unused),
-        *_check_dates(contents["written"], new),
+        *undated,
         *_check_runs(contents["runs"], ladder),
     ]
     return Report(tables, [*notes, *ladder.left_out, *ladder.notes], records)
@@ -287,20 +287,19 @@ def _check_step(contents: dict[str, Any]) -> list[str]:
     return [f"The forecast is for {text}: a bend of the law may leave the interval."]
 
 
-def _check_dates(written: str, points: Sequence[Point]) -> list[str]:
-    """Return notes about runs that had started before the forecast was written, or whose start is not recorded."""
-    early, unknown = [], []
+def _check_dates(written: str, points: Sequence[Point]) -> tuple[list[Point], list[str]]:
+    """Return the runs that started after the forecast was written, and notes about the others: no test of it."""
+    scored, early, unknown = [], [], []
     for point in points:
-        session = next(iter(RunFolder(Path(point.path)).read_sessions()), {})
-        try:
-            started = datetime.strptime(session["started"], DATE_FORMAT)
-        except (KeyError, TypeError, ValueError):
+        started = RunFolder(Path(point.path)).read_start()
+        if started is None:
             unknown.append({"path": point.path})
-            continue
-        if started < datetime.strptime(written, DATE_FORMAT):
+        elif started < datetime.strptime(written, DATE_FORMAT):
             early.append({"path": point.path})
-    reason = "started before the forecast was written, so no test of it"
-    return [*list_paths(reason, early), *list_paths("without a recorded start", unknown)]
+        else:
+            scored.append(point)
+    notes = list_paths("started before the forecast was written, so not scored", early)
+    return scored, [*notes, *list_paths("without a recorded start, so not scored", unknown)]
 
 
 def _check_runs(runs: Sequence[dict[str, Any]], ladder: Ladder) -> list[str]:
