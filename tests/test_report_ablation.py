@@ -322,17 +322,23 @@ def test_arms_without_an_effect_rarely_help_or_hurt(seeds, chunk_error):
     assert 0.01 < found / count < 0.05 + 2 * math.sqrt(0.05 * 0.95 / count)
 
 
+@pytest.mark.parametrize("arms", [1, 17])
+def test_arms_with_the_effect_rarely_have_none(arms):
+    """Every arm has an effect of 1, the smallest that `no effect above 1` excludes."""
+    rng, count, found = np.random.default_rng(1), 1000, 0
+    for _ in range(count):
+        differences = {str(arm): compute_difference(1 + rng.normal(0, 0.5, 4)) for arm in range(arms)}
+        found += any(verdict.outcome == "no effect" for verdict in judge_arms(differences, 1).values())
+    assert 0.001 < found / count < 0.025 + 2 * math.sqrt(0.025 * 0.975 / count), "one side of a 95 % interval"
+
+
 def test_verdicts_are_corrected_for_the_number_of_arms():
     clear = compute_difference([-0.1, -0.08, -0.11])  # p = 0.0082
     assert judge_arms({"a": clear}, 0.01)["a"].outcome == "helps"
     others = {str(i): compute_difference([-0.1, 0.1, 0.0]) for i in range(6)}
     assert judge_arms({"a": clear} | others, 0.01)["a"] == ("undecided", (clear.low, clear.high))
     same = judge_arms({"a": compute_difference([0.0, 0.0]), "one": Difference(-0.5, -0.6, -0.4, 1), "no": None}, 0.01)
-    assert {arm: verdict.outcome for arm, verdict in same.items()} == {
-        "a": "no effect",
-        "one": "undecided",
-        "no": "undecided",
-    }
+    assert [verdict.outcome for verdict in same.values()] == ["no effect", "undecided", "undecided"]
 
 
 def test_the_verdict_is_below_the_differences_in_every_format(runs, tmp_path, capsys):
@@ -363,6 +369,11 @@ def test_the_verdict_is_below_the_differences_in_every_format(runs, tmp_path, ca
     )
     assert cli.main(["report", "ablation", str(runs), "--effect", "-1"]) == 2
     assert "--effect -1: not a difference in nats; use a positive number" in capsys.readouterr().err
+
+
+def test_runs_of_a_verdict_are_named(runs):
+    (runs / "verdict.json").touch()
+    assert build_ablation([runs]).notes[0].startswith(f"Runs of the verdict {runs}, whose arms may have stopped")
 
 
 def test_one_pair_decides_nothing(runs):

@@ -57,11 +57,11 @@ class SamplingError(NamedTuple):
         return get_t_quantile(self.degrees) * self.standard_error
 
 
-def get_t_quantile(degrees: float) -> float:
-    """Return the 97.5 % quantile of Student's t."""
+def get_t_quantile(degrees: float, level: float = 0.05) -> float:
+    """Return the value that Student's t exceeds in absolute value with probability `level`."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(degrees, 0.975))
+    return float(stdtrit(degrees, 1 - level / 2))
 
 
 def estimate_sampling_error(

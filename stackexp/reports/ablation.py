@@ -25,6 +25,7 @@ from stackexp.reports.arms import (
     compare_arms,
     compute_flops,
     count_runs,
+    describe_noise,
     describe_sweep,
     find_baseline,
     find_variant,
@@ -96,7 +97,7 @@ def build_ablation(
     tables = [_build_losses(finished, order, variants)]
     if base and paired:
         tables.append(_build_differences(paired, base, _format_verdicts(verdicts, column, effect)))
-    notes = [describe_sweep(paths, "ablation"), *_describe_noise(paired)]
+    notes = [describe_sweep(paths, "ablation"), *describe_noise(paired)]
     if base is None:
         notes.append("no differences: no finished run of a Transformer without a memory; choose another --baseline")
     waiting = [name for name in arms if name not in finished and find_variant(arms[name][0]) == "Transformer"]
@@ -135,16 +136,22 @@ def classify_effect(low: float, high: float, effect: float, is_significant: bool
 
 
 def judge_arms(differences: Mapping[str, Difference | None], effect: float) -> dict[str, ArmVerdict]:
-    """Return the verdict on each arm by its difference from the baseline. An arm without two pairs is undecided."""
-    intervals: dict[str, tuple[float, float]] = {}
-    p_values = []
+    """Return the verdict on each arm by its difference from the baseline. An arm without two pairs is undecided.
+
+    All arms together have the error rate: Holm corrects the claim of an effect, Bonferroni that of none.
+    """
+    intervals: dict[str, tuple[float, float, float]] = {}
     for arm, difference in differences.items():
         if difference and difference.seeds > 1 and difference.low is not None and difference.high is not None:
-            intervals[arm] = difference.low, difference.high
-            p_values.append(_compute_p_value(difference.low, difference.high, difference.degrees))
+            intervals[arm] = difference.low, difference.high, difference.degrees
     verdicts = dict.fromkeys(differences, ArmVerdict(Outcome.UNDECIDED, None))
-    for (arm, interval), p_value in zip(intervals.items(), adjust_holm(p_values), strict=True):
-        verdicts[arm] = ArmVerdict(classify_effect(*interval, effect, p_value <= LEVEL), interval)
+    p_values = adjust_holm([_compute_p_value(*interval) for interval in intervals.values()])
+    for (arm, (low, high, degrees)), p_value in zip(intervals.items(), p_values, strict=True):
+        is_significant = p_value <= LEVEL
+        ratio = get_t_quantile(degrees, LEVEL / len(intervals)) / get_t_quantile(degrees) if low < high else 1.0
+        more = 0.0 if is_significant else (high - low) / 2 * (ratio - 1)
+        outcome = classify_effect(low - more, high + more, effect, is_significant)
+        verdicts[arm] = ArmVerdict(outcome, (low, high))
     return verdicts
 
 
@@ -252,23 +259,6 @@ def _build_differences(comparisons: list[ArmComparison], base: str, conclusion: 
     ]
     header = ["run", "pairs", "parameters", "FLOPs/token", *columns]
     return Table(f"Differences from {base}", header, rows, conclusion=conclusion)
-
-
-def _describe_noise(comparisons: list[ArmComparison]) -> list[str]:
-    """Return a note for each column with the median noise of one pair over the arms."""
-    notes = []
-    for column in COLUMNS:
-        noise = [comparison.noise[column] for comparison in comparisons if column in comparison.noise]
-        if noise:
-            seed, chunk, needed = (
-                statistics.median(getattr(arm, key) for arm in noise) for key in ("seed", "chunk", "chunks_needed")
-            )
-            share = f", a third of it at {needed:,.0f} chunks" if math.isfinite(needed) else ""
-            notes.append(
-                f"Noise of one pair in {column}, standard deviation, median of {len(noise)} arms: seeds {seed:.4f}, "
-                f"chunks {chunk:.4f} ({noise[0].num_chunks:,} chunks){share}."
-            )
-    return notes
 
 
 def _describe_incomplete(arms: Arms) -> list[str]:

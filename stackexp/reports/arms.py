@@ -35,6 +35,7 @@ from stackexp.runs import RunFolder
 from stackexp.sweeps import list_shipped
 from stackexp.sweeps.schema import format_value
 from stackexp.sweeps.sweep import COPY, STEPS
+from stackexp.sweeps.verdict import PLAN
 from stackexp.tables import ABSENT
 
 MAX_NAMED_OPTIONS = 3  # in the name of an arm
@@ -432,12 +433,35 @@ def list_seeds(reasons: Iterable[tuple[str, str, int]]) -> list[str]:
     return notes
 
 
+def describe_noise(comparisons: Sequence[ArmComparison]) -> list[str]:
+    """Return a note for each column with the median noise of one pair over the arms."""
+    notes = []
+    for column in COLUMNS:
+        noise = [comparison.noise[column] for comparison in comparisons if column in comparison.noise]
+        if noise:
+            seed, chunk, needed = (
+                statistics.median(getattr(arm, key) for arm in noise) for key in ("seed", "chunk", "chunks_needed")
+            )
+            share = f", a third of it at {needed:,.0f} chunks" if math.isfinite(needed) else ""
+            notes.append(
+                f"Noise of one pair in {column}, standard deviation, median of {len(noise)} arms: seeds {seed:.4f}, "
+                f"chunks {chunk:.4f} ({noise[0].num_chunks:,} chunks){share}."
+            )
+    return notes
+
+
 def describe_sweep(paths: Sequence[Path], default: str) -> str:
     """Return the command that fills a report: of the sweep that the runs belong to, or of the shipped sweep `default`.
 
     Runs belong to the sweep in their folder or in the folder above, or to the shipped sweep with the name of
     their folder.
     """
+    for folder in (folder for path in paths for folder in (path, path.parent, path.parent.parent)):
+        if (folder / PLAN).is_file():
+            return (
+                f"Runs of the verdict {folder}, whose arms may have stopped when they were decided; its command, with "
+                "--report, allows for this; the intervals here do not"
+            )
     for folder in (folder for path in paths for folder in (path, path.parent)):
         if folder.name in list_shipped():
             return f"Filled by `python -m stackexp sweep run {folder.name}`"
