@@ -217,8 +217,13 @@ def find_detectable_effect(pairs: int, deviation: float, level: float = LEVEL, p
 
 def estimate_deviation(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the standard deviation of differences, and its 95 % interval by the chi-square distribution."""
+    deviation = float(np.std(values, ddof=1))
+    return deviation, *compute_deviation_interval(deviation, len(values) - 1)
+
+
+def compute_deviation_interval(deviation: float, degrees: float) -> tuple[float, float]:
+    """Return the 95 % interval of a standard deviation with this number of degrees of freedom."""
     from scipy.special import chdtri
 
-    deviation, degrees = float(np.std(values, ddof=1)), len(values) - 1
     low, high = (math.sqrt(degrees / float(chdtri(degrees, p))) for p in (LEVEL / 2, 1 - LEVEL / 2))
-    return deviation, deviation * low, deviation * high
+    return deviation * low, deviation * high

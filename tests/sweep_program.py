@@ -1,9 +1,10 @@
 """The program with fake trials: `python sweep_program.py sweep run ...`.
 
 A fake trial holds its folder, saves when stopped and resumes, like fit, but is fast. `behavior.json` in the root of the
-sweeps maps the start of a trial's name to the seconds it takes (for 10 steps), its validation loss, speed and host, and
-what its first attempts do instead: "error" (with the text `error`), "kill" or "save". A trial with "wait" waits after
-two steps for the file `go` in the root. Each attempt that holds the folder adds a line to `attempts`.
+sweeps maps the start of a trial's name to the seconds it takes (for 10 steps), its validation loss, that of averaged
+weights, speed and host, and what its first attempts do instead: "error" (with the text `error`), "kill" or "save". A
+trial with "wait" waits after two steps for the file `go` in the root. Each attempt that holds the folder adds a line to
+`attempts`.
 """
 
 import fcntl
@@ -65,6 +66,8 @@ def run_trial(folder: Path) -> int:
     steps = int(re.search(r"max_steps: (\d+)", (folder / "config.yaml").read_text())[1])
     result = {"version": 1, "steps": steps, "parameters": 1000, "memory_parameters": 10}
     result |= {"train_loss": {"last_20_steps": 4.0}, "average": {"loss": behavior.get("loss", 4.0)}}
+    if "ema" in behavior:
+        result["ema"] = {"average": {"loss": behavior["ema"]}}
     result["sha256"] = hashlib.sha256(json.dumps(result).encode()).hexdigest()
     (folder / ".result").write_text(json.dumps(result))
     os.replace(folder / ".result", folder / "result.json")  # atomic: workers read it at any time

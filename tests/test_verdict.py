@@ -17,7 +17,6 @@ from stackexp.config.compose import build_dataclass, compose
 from stackexp.config.memory import MECHANISM
 from stackexp.config.yaml_files import read_file
 from stackexp.errors import ConfigError
-from stackexp.reports.verdict import compute_best_of, find_share_of_steps
 from stackexp.runs import RunFolder
 from stackexp.sequential import compute_power, count_pairs, judge
 from stackexp.sweeps.controls import build_question
@@ -227,14 +226,6 @@ def test_every_arm_gets_the_same_draws():
     assert Tuning(tuning.space, 16).draw_points("b")[:8] == b, "a longer search begins with the same draws"
 
 
-def test_best_of_n_is_that_of_random_subsets():
-    losses = [3.0, 1.0, 2.0, math.inf]
-    assert compute_best_of(losses, 4) == (1, 1, 1)
-    subsets = [min(a, b) for i, a in enumerate(losses) for b in losses[i + 1 :]]
-    assert compute_best_of(losses, 2)[0] == pytest.approx(np.mean(subsets))
-    assert compute_best_of(losses, 1)[0] == math.inf
-
-
 def test_noise_is_that_of_pairs_at_equal_rank():
     random = np.random.default_rng(0)
     seeds = random.normal(0, 1, 200)  # shared by both arms, so that it cancels
@@ -266,43 +257,14 @@ def test_the_planned_pairs_find_the_effect_in_four_of_five_questions(arms, seeds
     assert 0.76 < np.mean(powers) < 0.95, "0.55 to 0.66 if the estimate counts as the truth"
 
 
-def test_share_of_steps_to_the_loss_of_the_baseline(tmp_path):
-    def write(name: str, losses: list[float]) -> RunFolder:
-        folder = RunFolder(tmp_path / name)
-        folder.path.mkdir()
-        lines = [{"step": i + 1, "tokens": i + 1, "train/loss": loss} for i, loss in enumerate(losses)]
-        folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return folder
-
-    base = write("base", [5 - i / 100 for i in range(200)])
-    fast = write("fast", [5 - i / 50 for i in range(200)])
-    assert find_share_of_steps(base, base) == 1
-    assert find_share_of_steps(fast, base) == pytest.approx(0.5, abs=0.05)
-    assert find_share_of_steps(base, fast) is None
-    dip = write("dip", [5 - i / 100 - (100 < i < 150) for i in range(200)])
-    assert find_share_of_steps(dip, dip) > 0.9, "an early dip does not count"
-
-
-def test_a_verdict_that_was_moved_is_read_from_logging_root(question, capsys):
-    question.keep_arms("plain", "same")
-    question.write(tuning=None, pairs=4)
-    question.run()
-    command = ["verdict", str(question.path), "--report", "--tables", "1"]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
-    copies = question.path.parent / "copies"
-    question.folder.parent.rename(copies)
-    assert main([*command, f"logging.root={copies}", "--figure", str(copies / "verdict.png")]) == 0
-    assert capsys.readouterr().out == printed
-    assert (copies / "verdict.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = ["verdict", "--memory", "queue", "--config", "ablation/small", "--dry-run"]
     assert main(command) == 0
     path = Path("runs/verdict-small-queue/question.yaml")
-    assert f"wrote {path}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"wrote {path}" in printed
+    assert re.findall(r"^(\w+): \+1.\d% flops of the model with queue", printed, re.M) == ["wider_stream"]
     _, tree = read_file(path)
     config = build_dataclass(VerdictConfig, tree)
     arms = {arm["name"]: arm for arm in config.arms}
@@ -311,6 +273,11 @@ def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):
     assert {"transformer", "residual_scale", "queue", "transformer_flops"} <= arms.keys()
     one_slot = {"model.memory.discipline": "push_only", "model.memory.num_slots": 1}
     assert arms["adapter"] == {"name": "adapter", "model.memory": "queue"} | one_slot
+    assert config.effect == 0.01
+    assert main([*command, "--effect", "0.02"]) == 2
+    assert "has effect: 0.01; change it there" in capsys.readouterr().err
+    assert main(["verdict", str(path), "--effect", "0.02", "--dry-run"]) == 2
+    assert "--effect requires --memory" in capsys.readouterr().err
     assert main([*command, "trainer.max_steps=600"]) == 2
     assert "has other overrides" in capsys.readouterr().err
     for damaged in ("[", "[1]"):
@@ -323,11 +290,13 @@ def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):
     Path("other/small.yaml").write_text("defaults: [ablation/small]\n")
     assert main(["verdict", "--memory", "queue", "--config", "other/small.yaml", "--dry-run"]) == 2
     assert "is for the config ['ablation/small']" in capsys.readouterr().err
-    command = ["verdict", "--memory", "push_only", "--config", "ablation/small"]
+    command = ["verdict", "--memory", "push_only", "--config", "ablation/small", "--effect", "0.02"]
     assert main([*command, "model.hidden_size=64", "--dry-run"]) == 2
     assert "is chosen by the verdict; set it in a config of your own" in capsys.readouterr().err
     assert main([*command, "logging.root=./sub//runs", "--dry-run"]) == 0
-    assert "logging.root=./sub//runs" in Path("sub/runs/verdict-small-push_only/question.yaml").read_text()
+    written = Path("sub/runs/verdict-small-push_only/question.yaml").read_text()
+    assert "logging.root=./sub//runs" in written
+    assert "effect: 0.02" in written
 
 
 def test_the_adapter_of_a_stack_differs_in_its_mechanism_only(capsys):
@@ -364,28 +333,6 @@ def test_a_memory_of_a_plugin_is_compared_with_its_controls(tmp_path, monkeypatc
     tree = yaml.safe_load(Path("runs/verdict-moving-average-moving_average/question.yaml").read_text())
     assert {"name": "moving_average"} in tree["arms"]
     assert {"name": "adapter", "model.memory": "adapter"} in tree["arms"]
-
-
-def test_pairs_are_planned_from_runs_on_record(capsys):
-    runs = Path(__file__).parent.parent / "docs/results/ablation_small"
-    command = ["plan", "--effect", "0.01", "--runs", str(runs), "--baseline", "transformer_wide"]
-    assert main(command) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    (row,) = [row for row in rows if row[:1] == ["stacktrans"]]
-    (pooled,) = [row for row in rows if row[:1] == ["pooled"]]
-    assert 0.005 < float(row[1]) < 0.03 < float(row[4].rstrip(")")), "three pairs leave a wide interval"
-    assert pooled[:6] == ["pooled", "(17", "arms", "of", "3", "pairs)"]
-    assert 0.005 < float(pooled[6]) < 0.03
-    assert float(pooled[9].rstrip(")")) > 2 * float(pooled[6]), "17 arms share three runs of the baseline"
-    assert 15 < int(pooled[-2]) < 60
-    assert main(["plan", "--effect", "0.01"]) == 2
-    assert "--effect requires --runs" in capsys.readouterr().err
-    command[2] = "1e-9"
-    assert main(command) == 0
-    assert "over 10000" in capsys.readouterr().out
-    command[2] = "inf"
-    assert main(command) == 2
-    assert "--effect: expected a finite number above 0, found inf" in capsys.readouterr().err
 
 
 def test_overrides_of_the_search_do_not_reach_the_pairs(question):

@@ -125,6 +125,8 @@ def test_another_question_needs_another_name(question, capsys):
         ({"each": {"data.source": ["a/b", "a b"]}}, "two questions have the folder question/a-b"),
         ({"equal": "time", "arms": [{"name": "a", "tokens": 9}, {"name": "b"}]}, "arms[0].tokens: equal: time sets"),
         ({"arms": [{"name": "a"}, {"name": "b", "trainer.max_steps": 24}]}, "arms: b trains on"),
+        ({"arms": [{"name": "a"}, {"name": "b", "data.max_chunks": 9}]}, "scored with another data.max_chunks"),
+        ({"arms": [{"name": "a"}, {"name": "b", "data.validation": {"x": "y"}}]}, "another data.validation.x"),
         ({"score": "ema.average.loss"}, "arms: plain has no ema.average.loss; set trainer.ema_decay"),
         ({"each": {"optimizer.lr": [1, 2]}}, "each.optimizer.lr: chosen by the verdict or its tuning"),
         ({"arms": [{"name": "plain"}, {"name": "a", "optimizer.lr": 1}]}, "arms[1].optimizer.lr: also in tuning.space"),

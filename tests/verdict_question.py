@@ -9,7 +9,8 @@ from pathlib import Path
 import yaml
 from conftest import TINY
 
-from stackexp.sweeps.verdict import Question, load_verdicts
+from stackexp.sweeps.verdict import Question as LoadedQuestion
+from stackexp.sweeps.verdict import load_verdicts
 
 PROGRAM = Path(__file__).with_name("sweep_program.py")
 SEEDS = range(100, 108)
@@ -63,7 +64,7 @@ class Question:
         assert done.returncode == expect, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    def load(self) -> Question:
+    def load(self) -> LoadedQuestion:
         return load_verdicts(self.path)[0]
 
     def list_runs(self, stage: str) -> list[str]:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -11,21 +11,20 @@ import numpy as np
 from stackexp.config.memory import MECHANISM, StackMemoryConfig
 from stackexp.data.hash_log import FILE_NAME, read_hashes
 from stackexp.errors import RunError
-from stackexp.frame import Row
+from stackexp.frame import read_run
 from stackexp.metric_tags import AVERAGED_STEPS, TOKENS_PER_SECOND, TRAIN_LOSS
-from stackexp.reports.arms import OTHER, choose_column, compare_arms, find_baseline, load_arms, select_finished
+from stackexp.reports.arms import ArmComparison, describe_noise
 from stackexp.reports.compare import format_loss, read_curve
 from stackexp.reports.interventions import build_interventions
-from stackexp.reports.noise import TOTAL, PairGrid, build_noise, find_grids, pool_deviations, split_variance
 from stackexp.reports.report import PALETTE, Report, Table, new_figure
 from stackexp.reports.training_data import GENERATED_DATA, compare_data
-from stackexp.runs import RunFolder
+from stackexp.runs import DATE_FORMAT, RunFolder
 from stackexp.sequential import (
     LEVEL,
-    MAX_PLANNED,
     POWER,
     Judgment,
     Outcome,
+    compute_deviation_interval,
     compute_interval,
     count_pairs,
     estimate_deviation,
@@ -45,10 +44,12 @@ from stackexp.sweeps.verdict import (
     list_differences,
 )
 from stackexp.tables import ABSENT
-from stackexp.terminal import format_duration
 
 HEADER = ["arm", "verdict", "difference", f"{1 - LEVEL:.0%} interval", "pairs", "p", "time per run"]
 OUTCOME_COLORS = dict(zip(Outcome, (PALETTE[2], PALETTE[1], PALETTE[0], PALETTE[7]), strict=True))
+AVERAGED = "ema."
+"""Prefix of the scores of averaged weights in result.json."""
+LOADED = "Times are those of whole runs, because copies have no metrics; other work on the machine is part of them."
 BAND = (0.1, 0.9)
 """Quantiles of the best loss of random subsets of the tuning trials."""
 
@@ -63,7 +64,7 @@ def build_verdicts(verdicts: Sequence[Question]) -> Report:
         if plan := verdict.read_plan():
             stage, uncompared = _open_pairs(verdict, plan)
             notes += [f"{label}: {note}" for note in uncompared]
-            scores, seconds = stage.read_scores(), {arm: _measure_seconds(stage, arm) for arm in verdict.arms}
+            scores, seconds = stage.read_scores(), measure_seconds(stage)
             rows += [[label, *line] for line in _build_lines(judge_pairs(plan, scores), plan, scores, seconds)]
             records += [
                 {"question": label, "arm": arm, "seed": seed, "score": x} for (arm, _, seed), x in scores.items()
@@ -91,12 +92,14 @@ def build_verdict(verdict: Question) -> Report:
     notes += uncompared
     scores = stage.read_scores()
     judgments = judge_pairs(plan, scores)
-    seconds = {arm: _measure_seconds(stage, arm) for arm in verdict.arms}
+    seconds = measure_seconds(stage)
     lines = _build_lines(judgments, plan, scores, seconds)
     at = "" if plan.speeds is None else ", at equal time"
     title = f"Verdict against {plan.baseline}, effect {plan.effect:g}, {plan.pairs} pairs planned{at}"
-    columns = len(HEADER) - all(line[-1] == ABSENT for line in lines)  # copies of runs have no speeds
+    columns = len(HEADER) - all(line[-1] == ABSENT for line in lines)
     tables.insert(0, Table(title, HEADER[:columns], [line[:columns] for line in lines], num_labels=2))
+    if averaged := _build_averaged(verdict, plan, stage, judgments):
+        tables.append(averaged)
     if plan.speeds is not None:
         tables.append(_build_equal_time(verdict, plan, stage, plan.speeds))
     if split := _build_split(verdict, plan, stage, scores):
@@ -107,7 +110,11 @@ def build_verdict(verdict: Question) -> Report:
         interventions, missing = build_interventions(verdict, stage)
         tables += [interventions] if interventions else []
         notes += missing
-    notes += _describe(plan, judgments, scores)
+    notes += [*_describe(plan, stage, judgments, scores), *_describe_chunks(verdict, plan, stage)]
+    notes += [
+        *_describe_edges(verdict, plan),
+        *([LOADED] if columns == len(HEADER) and not _has_metrics(stage) else []),
+    ]
     records = [{"arm": arm, "seed": seed, "score": value} for (arm, _, seed), value in scores.items()]
     diverged = find_diverged(plan, scores)
     return Report(tables, notes, records, lambda: _draw(plan, judgments, diverged))
@@ -148,64 +155,89 @@ def _build_lines(
 ) -> list[list[str]]:
     lines, diverged = [], find_diverged(plan, scores)
     for arm, judgment in judgments.items():
-        ours, base = _average_shared_seeds(seconds[arm], seconds[plan.baseline])
-        outcome = format_outcome(judgment, plan, diverged.get(arm), ours, base)
+        ratio, sum_of_pair = _compare_seconds(seconds.get(arm, {}), seconds.get(plan.baseline, {}))
+        new = _count_new_pairs(judgment, plan, list_differences(plan, scores, arm), len(judgments))
+        outcome = format_outcome(judgment, plan, diverged.get(arm), new, sum_of_pair)
         interval = f"{judgment.low:+.4f} to {judgment.high:+.4f}" if math.isfinite(judgment.low) else ABSENT
         mean = f"{judgment.mean:+.4f}" if judgment.pairs else ABSENT
         p = f"{min(1.0, judgment.p_value):.2g}" if judgment.pairs else ABSENT
-        time = f"{ours / base:.2f}x" if ours and base else ABSENT
+        time = f"{ratio:.2f}x" if ratio else ABSENT
         lines.append([arm, outcome, mean, interval, f"{judgment.pairs}/{plan.pairs}", p, time])
     return lines
 
 
 def format_outcome(
-    judgment: Judgment, plan: PairPlan, diverged: int | None, ours: float | None = None, base: float | None = None
+    judgment: Judgment, plan: PairPlan, diverged: int | None, new_pairs: int = 0, seconds: float | None = None
 ) -> str:
-    """Return the verdict in words; an undecided one with the diverged seed, or the pairs left and their hours.
+    """Return the verdict in words; an undecided one with the diverged seed, or with the pairs it takes and their hours.
 
-    The hours are those of both runs of each pair, one run after the other.
+    These are the pairs that are left of the plan or, after all of them, `new_pairs` on fresh seeds. The hours are those
+    of both runs of a pair, `seconds`, one after the other.
     """
     if judgment.outcome != Outcome.UNDECIDED:
         return judgment.outcome.describe(plan.effect)
     if diverged is not None:
         return f"undecided: seed {diverged} diverged"
     left = plan.pairs - judgment.pairs
-    hours = f" ({left * (ours + base) / 3600:.1f} hours)" if ours and base and left else ""
-    return f"undecided: {left} more pairs{hours}" if left else "undecided after all planned pairs"
+    hours = f" ({(left or new_pairs) * seconds / 3600:.1f} hours)" if seconds else ""
+    return f"undecided: {left} more pairs{hours}" if left else f"undecided: {new_pairs} new pairs{hours}"
 
 
-def _measure_seconds(stage: QuestionStage, arm: str) -> dict[int, float]:
-    """Return the mean duration of the arm's finished runs of each seed, at their median speed."""
-    seconds: dict[int, list[float]] = {}
-    for (name, _, seed), trial in stage.trials.items():
-        if name == arm and trial.folder.is_finished and trial.folder.metrics.exists():
-            tokens, speeds = read_curve(trial.folder, TOKENS_PER_SECOND)
-            if speeds:
-                seconds.setdefault(seed, []).append(tokens[-1] / statistics.median(speeds))
-    return {seed: statistics.fmean(values) for seed, values in seconds.items()}
+def _count_new_pairs(judgment: Judgment, plan: PairPlan, differences: Sequence[float], arms: int) -> int:
+    """Return the pairs of a new verdict on fresh seeds that finds the effect; 0 while pairs of this plan are left."""
+    if judgment.pairs < plan.pairs:
+        return 0
+    deviation, _, _ = estimate_deviation(differences)
+    return count_pairs(plan.effect, deviation, LEVEL / arms, degrees=judgment.pairs - 1)
 
 
-def _average_shared_seeds(ours: dict[int, float], base: dict[int, float]) -> tuple[float | None, float | None]:
-    """Return the mean durations over the seeds that both arms have; other runs may have had more threads."""
-    seeds = ours.keys() & base.keys()
-    if not seeds:
+def _list_finished(stage: QuestionStage) -> dict[TrialKey, RunFolder]:
+    return {key: trial.folder for key, trial in stage.trials.items() if trial.folder.is_finished}
+
+
+def _has_metrics(stage: QuestionStage) -> bool:
+    """Return True if every finished run has its metrics, which copies of runs lack."""
+    return all(folder.metrics.exists() for folder in _list_finished(stage).values())
+
+
+def measure_seconds(stage: QuestionStage) -> dict[str, dict[int, float]]:
+    """Return the mean duration of the finished runs of an arm and seed; at their median speed, if all have metrics."""
+    seconds: dict[str, dict[int, list[float]]] = {}
+    has_metrics = _has_metrics(stage)
+    for (arm, _, seed), folder in _list_finished(stage).items():
+        duration = folder.read_result().seconds
+        if has_metrics:
+            tokens, speeds = read_curve(folder, TOKENS_PER_SECOND)
+            duration = tokens[-1] / statistics.median(speeds) if speeds else None
+        if duration:
+            seconds.setdefault(arm, {}).setdefault(seed, []).append(duration)
+    return {arm: {seed: statistics.fmean(x) for seed, x in values.items()} for arm, values in seconds.items()}
+
+
+def _compare_seconds(ours: dict[int, float], base: dict[int, float]) -> tuple[float | None, float | None]:
+    """Return the medians of ours / base and of ours + base over the seeds that both arms have."""
+    pairs = [(ours[seed], base[seed]) for seed in ours.keys() & base.keys()]
+    if not pairs:
         return None, None
-    return statistics.fmean(ours[seed] for seed in seeds), statistics.fmean(base[seed] for seed in seeds)
+    return statistics.median(a / b for a, b in pairs), statistics.median(a + b for a, b in pairs)
 
 
-def _describe(plan: PairPlan, judgments: dict[str, Judgment], scores: dict[TrialKey, float]) -> list[str]:
+def _describe(
+    plan: PairPlan, stage: QuestionStage, judgments: dict[str, Judgment], scores: dict[TrialKey, float]
+) -> list[str]:
     arms = len(judgments)
-    detectable = (
-        ""
-        if plan.deviation is None
-        else (
-            f" With the deviation {plan.deviation:.4f} of the tuning pairs, they find an effect of "
-            f"{find_detectable_effect(plan.pairs, plan.deviation, LEVEL / arms):.4f} with probability {POWER:g}."
+    detectable = ""
+    if plan.deviation is not None:
+        low_high = compute_deviation_interval(plan.deviation, plan.degrees) if plan.degrees else None
+        interval = f" ({low_high[0]:.4f} to {low_high[1]:.4f})" if low_high else ""
+        effect = find_detectable_effect(plan.pairs, plan.deviation, LEVEL / arms)
+        detectable = (
+            f" With the deviation {plan.deviation:.4f}{interval} of the tuning pairs, they find an effect of "
+            f"{effect:.4f} with probability {POWER:g}."
         )
-    )
     notes = [
-        "Differences are arm minus baseline in nats per token; negative is better. Seeds, tuned values and the number "
-        f"of pairs were fixed before the first pair.{detectable}",
+        f"Differences are arm minus baseline in nats per token; negative is better. {_describe_date(plan, stage)}"
+        f"{detectable}",
         _describe_intervals(arms),
     ]
     for arm, judgment in judgments.items():
@@ -213,9 +245,6 @@ def _describe(plan: PairPlan, judgments: dict[str, Judgment], scores: dict[Trial
             differences = list_differences(plan, scores, arm)
             deviation, low, high = estimate_deviation(differences)
             text = f"{arm}: standard deviation of a pair {deviation:.4f} ({low:.4f} to {high:.4f})"
-            if not judgment.is_decided and judgment.pairs == plan.pairs:
-                pairs = count_pairs(plan.effect, deviation, LEVEL / arms, degrees=judgment.pairs - 1)
-                text += f"; a new verdict on fresh seeds would take {pairs} pairs for an effect of {plan.effect:g}"
             if judgment.look < judgment.pairs:
                 mean = statistics.fmean(differences)
                 text += f"; decided after {judgment.look} pairs, whose mean is shown; all have {mean:+.4f}"
@@ -223,6 +252,47 @@ def _describe(plan: PairPlan, judgments: dict[str, Judgment], scores: dict[Trial
     diverged = sorted({(arm, seed) for (arm, _, seed), value in scores.items() if not math.isfinite(value)})
     notes += [f"{arm}: seed {seed} has no finite score; its pairs count up to there" for arm, seed in diverged]
     return notes
+
+
+def _describe_date(plan: PairPlan, stage: QuestionStage) -> str:
+    """Return a sentence on whether the plan was written before the pairs were trained."""
+    text = "Seeds, tuned values and the number of pairs are those of verdict.json,"
+    if plan.written is None:
+        return f"{text} which has no date, so it is not known whether it was written before the first pair."
+    starts = {folder.path: folder.read_start() for folder in _list_finished(stage).values()}
+    unknown = sum(start is None for start in starts.values())
+    earlier = sum(start < datetime.strptime(plan.written, DATE_FORMAT) for start in starts.values() if start)
+    if earlier or unknown:
+        return f"{text} written {plan.written}: {earlier} runs started earlier, {unknown} have no date."
+    return f"{text} written {plan.written}, before the first pair."
+
+
+def _describe_chunks(verdict: Question, plan: PairPlan, stage: QuestionStage) -> list[str]:
+    """Return notes on the noise of seeds and evaluation chunks, if the runs have the losses of the chunks."""
+    rows = {key: read_run(folder) for key, folder in _list_finished(stage).items()}
+    comparisons = []
+    for arm in verdict.arms:
+        keys = [((arm, 0, seed), (plan.baseline, 0, seed)) for seed in plan.seeds]
+        pairs = [(rows[ours], rows[base]) for ours, base in keys if ours in rows and base in rows]
+        if arm != plan.baseline and pairs:
+            comparisons.append(ArmComparison(arm, pairs, [], []))
+    return [f"{note} All pairs share the chunks, so intervals are for these." for note in describe_noise(comparisons)]
+
+
+def _describe_edges(verdict: Question, plan: PairPlan) -> list[str]:
+    """Return a note for each tuned number and end of its range that arms have chosen."""
+    tuning, ends = verdict.config.tuning, dict[tuple[str, str], list[str]]()
+    for arm in verdict.arms if tuning else ():
+        points = tuning.draw_points(arm) if tuning else []
+        for key in points[0] if points else ():
+            tried = sorted({point[key] for point in points if isinstance(point[key], int | float)})
+            for word, end in (("smallest", tried[:1]), ("largest", tried[-1:])):
+                if len(tried) > 2 and [plan.values[arm][key]] == end:
+                    ends.setdefault((word, key), []).append(arm)
+    return [
+        f"{', '.join(arms)}: chose the {word} {key} that was tried; one beyond may be better"
+        for (word, key), arms in ends.items()
+    ]
 
 
 def _describe_intervals(arms: int) -> str:
@@ -275,6 +345,27 @@ def _build_tuning(verdict: Question, tuned: Tuned) -> Table:
         "random subsets. Enough: the last doubling gained less than half the effect"
     )
     return Table(title, [*header, "last doubling", "enough"], rows, num_labels=3)
+
+
+# Averaged weights
+
+
+def _build_averaged(
+    verdict: Question, plan: PairPlan, stage: QuestionStage, judgments: dict[str, Judgment]
+) -> Table | None:
+    """Return the differences with averaged weights, or without if those are the score; None without an average."""
+    if any(trial.config.trainer.ema_decay is None for trial in stage.trials.values()):
+        return None
+    score = verdict.config.score
+    other = score.removeprefix(AVERAGED) if score.startswith(AVERAGED) else AVERAGED + score
+    scores, rows = stage.read_scores(other), []
+    for arm in judgments:
+        differences = list_differences(plan, scores, arm)
+        mean, low, high = compute_interval(differences, plan.pairs, LEVEL / len(judgments))
+        if math.isfinite(low):
+            rows.append([arm, f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", str(len(differences))])
+    title = f"The differences in {other}, for comparison; intervals are corrected like those of the verdict"
+    return Table(title, ["arm", "difference", f"{1 - LEVEL:.0%} interval", "pairs"], rows) if rows else None
 
 
 # Split of the gain
@@ -331,8 +422,8 @@ def _build_speed(
     """Return the share of the baseline's time in which an arm reaches its final training loss."""
     rows = []
     for arm in verdict.arms:
-        ours, base = _average_shared_seeds(seconds[arm], seconds[plan.baseline])
-        if arm == plan.baseline or not ours or not base:
+        ratio, _ = _compare_seconds(seconds.get(arm, {}), seconds.get(plan.baseline, {}))
+        if arm == plan.baseline or not ratio:
             continue
         shares = []
         for seed in plan.seeds:
@@ -341,7 +432,7 @@ def _build_speed(
                 shares.append(find_share_of_steps(*pair))
         reached = [share for share in shares if share is not None]
         if len(reached) == len(shares) > 0:
-            rows.append([arm, f"{statistics.fmean(reached):.3f}", f"{statistics.fmean(reached) * ours / base:.3f}"])
+            rows.append([arm, f"{statistics.fmean(reached):.3f}", f"{statistics.fmean(reached) * ratio:.3f}"])
         elif shares:
             rows.append([arm, f"not on {len(shares) - len(reached)} of {len(shares)} seeds", ABSENT])
     title = (
@@ -383,109 +474,3 @@ def _draw(plan: PairPlan, judgments: dict[str, Judgment], diverged: dict[str, in
     by_label = dict(zip(labels, handles, strict=True))  # the last of each: the mean
     figure.legend(by_label.values(), by_label, loc="outside upper center", ncols=4, fontsize=8)
     return figure
-
-
-def format_plan(verdict: Question) -> str:
-    """Return the runs of both stages, and the time they take if finished runs show it."""
-    lines = []
-    plan, tuning = verdict.read_plan(), verdict.tuning
-    stages = [("tuning", tuning)] if tuning else []
-    config = verdict.config
-    if plan:
-        stages.append(("pairs", verdict.build_pairs(plan)))
-    else:
-        pairs = config.pairs or config.max_pairs
-        count = pairs * len(verdict.arms)
-        bound = "" if config.pairs else ", at most; the tuning seeds show the noise"
-        lines.append(f"pairs   {count} runs: {pairs} seeds of {len(verdict.arms)} arms{bound}")
-    rows = []
-    for name, stage in stages:
-        trials = {trial.name: trial for trial in stage.trials.values()}.values()
-        done = sum(trial.folder.is_finished for trial in trials)
-        rows.append(f"{name:7} {len(trials)} runs, {done} done")
-        seconds = [s for arm in verdict.arms for s in _measure_seconds(stage, arm).values()]
-        if seconds and done < len(trials):
-            left = (len(trials) - done) * statistics.fmean(seconds)
-            rows[-1] += f"; the rest takes at most {format_duration(left)}, one run after the other"
-    return "\n".join([f"folder  {verdict.folder}", *rows, *lines])
-
-
-# Before any run
-
-
-def build_pair_plan(paths: Sequence[Path], effect: float, baseline: str | None = None) -> Report:
-    """Build a table of the pairs that find an effect with probability 0.8, from the noise of finished runs.
-
-    A grid of `seed` and `data.shuffle_seed` also gives the noise by source. Without one, the last row pools the
-    arms with the same seeds, where most arms share them. Raises RunError if no arm has two pairs with the baseline.
-    """
-    arms, _ = load_arms(paths)
-    grid_base, grids, grid_notes = find_grids(arms, baseline)
-    if grid_base:
-        return _plan_grids(grid_base, grids, effect, grid_notes)
-    finished = {name: rows for name in arms if (rows := select_finished(arms[name]))}
-    base = find_baseline(finished, baseline)
-    if base is None:
-        raise RunError(f"{', '.join(map(str, paths))}: no Transformer without a memory; choose --baseline")
-    compared = [compare_arms(arm, rows, base, finished[base]) for arm, rows in finished.items() if arm != base]
-    compared = [comparison for comparison in compared if len(comparison.pairs) > 1]
-    column = choose_column(None, [comparison.values for comparison in compared])
-    differences = {
-        c.arm: dict(zip((run["seed"] for run, _ in c.pairs), c.values[column], strict=True))
-        for c in compared
-        if column in c.values
-    }
-    if not differences:
-        raise RunError(f"{base}: no arm has two finished runs with the same seeds and data; train more seeds")
-    hours = _measure_hours([pair for comparison in compared for pair in comparison.pairs])
-    lines = [
-        _plan_row(arm, *estimate_deviation(list(values.values())), effect, hours) for arm, values in differences.items()
-    ]
-    groups: dict[tuple[int, ...], list[list[float]]] = {}
-    for values in differences.values():
-        groups.setdefault(tuple(sorted(values)), []).append([values[seed] for seed in sorted(values)])
-    pooled = max(groups.values(), key=len)
-    if len(pooled) > 1:
-        label = f"pooled ({len(pooled)} arms of {len(pooled[0])} pairs)"
-        lines.append(_plan_row(label, *pool_deviations(np.array(pooled)), effect, hours))
-    left_out = [arm for arm in finished if arm not in (base, *differences)]
-    notes = [f"left out, because they have fewer than two pairs ({column}): {', '.join(left_out)}"] if left_out else []
-    return Report([_tabulate_plan(effect, lines)], [*notes, _describe_plan(base, effect, column)], [])
-
-
-def _plan_grids(base: str, grids: dict[str, PairGrid], effect: float, notes: list[str]) -> Report:
-    """Return the noise by source, and the pairs for its total."""
-    hours = _measure_hours([pair for grid in grids.values() for pair in grid.pairs])
-    (column,) = {grid.column for grid in grids.values()}
-    total = {arm: split_variance(grid.differences)[TOTAL] for arm, grid in grids.items()}
-    lines = [_plan_row(arm, float(x), float(low), float(high), effect, hours) for arm, (x, low, high) in total.items()]
-    return Report(
-        [build_noise(base, grids), _tabulate_plan(effect, lines)], [*notes, _describe_plan(base, effect, column)], []
-    )
-
-
-def _measure_hours(pairs: Sequence[tuple[Row, Row]]) -> float:
-    """Return the median duration of both runs of a pair; NaN if none is recorded."""
-    known = [ours["seconds"] + base["seconds"] for ours, base in pairs if "seconds" in ours and "seconds" in base]
-    return statistics.median(known) / 3600 if known else math.nan
-
-
-def _tabulate_plan(effect: float, rows: list[list[str]]) -> Table:
-    header = ["arm", "deviation of a pair", f"pairs for {effect:g}", "hours"]
-    return Table(f"Pairs for an effect of {effect:g}", header, rows)
-
-
-def _describe_plan(base: str, effect: float, column: str) -> str:
-    loss = {OTHER: "validation loss", "V2": "loss on V2"}.get(column, column)
-    return (
-        f"Pairs with {base} that find a difference of {effect:g} nats with probability {POWER:g} at level {LEVEL:g}, "
-        f"with a look after every pair, for one arm. The noise is that of the {loss}. Deviations "
-        "have 95 % intervals. Hours: the median duration of both runs, one after the other, times the pairs."
-    )
-
-
-def _plan_row(arm: str, deviation: float, low: float, high: float, effect: float, hours: float) -> list[str]:
-    pairs = count_pairs(effect, deviation)
-    above = "over " if pairs == MAX_PLANNED else ""
-    time = f"{above}{pairs * hours:.1f}" if math.isfinite(hours) else ABSENT
-    return [arm, f"{deviation:.4f} ({low:.4f} to {high:.4f})", f"{above}{pairs}", time]

@@ -19,14 +19,19 @@ ADAPTER, SCALE = "adapter", "residual_scale"
 FACTOR = 4
 """The learning rate is tuned from that of the config divided by this to that times this."""
 TRIALS = 6
+CLOSE = 0.005
+"""A control whose parameters or FLOPs differ by more than this share of the model's is named."""
 
 
-def build_question(names: list[str], overrides: list[str], memory: str) -> dict[str, Any]:
+def build_question(
+    names: list[str], overrides: list[str], memory: str, effect: float = VerdictConfig.effect
+) -> dict[str, Any]:
     """Return the contents of a verdict's file: a memory, its controls, and the tuning of each.
 
     `memory` is a choice of model.memory, or the kind of the config's own memory. The Transformers equal the model with
     the memory in parameters and in training FLOPs per token by wider feed-forward layers, and in FLOPs by a wider
-    residual stream. The adapter is the stack itself with one slot that it always fills; for other memories, `adapter`.
+    residual stream; a difference that remains is printed. The adapter is the stack itself with one slot that it always
+    fills; for other memories, `adapter`.
     """
     from stackexp.planning.cost import QUANTITIES, match_models
 
@@ -39,8 +44,10 @@ def build_question(names: list[str], overrides: list[str], memory: str) -> dict[
         (FLOPS, "flops", "intermediate_size"),
         (STREAM, "flops", "hidden_size"),
     ):
-        value, _ = match_models(names, plain, QUANTITIES[by](target), by, vary)
+        value, quantity = match_models(names, plain, QUANTITIES[by](target), by, vary)
         arms[arm] = {"model.memory": None, f"model.{vary}": value}
+        if abs(excess := quantity / QUANTITIES[by](target) - 1) > CLOSE:
+            print(f"{arm}: {excess:+.1%} {by} of the model with {memory}; no model.{vary} is closer", flush=True)
     adapter = {"model.memory": ADAPTER}
     if isinstance(stack := target.model.memory, StackMemoryConfig):
         adapter = chosen | {f"model.memory.{name}": value for name, value in stack.build_adapter().items()}
@@ -53,6 +60,7 @@ def build_question(names: list[str], overrides: list[str], memory: str) -> dict[
         "overrides": overrides,
         "baseline": PARAMETERS,
         "arms": [{"name": name} | values for name, values in arms.items()],
+        "effect": effect,
         "tuning": {"trials": TRIALS, "space": space},
     }
 
@@ -66,15 +74,15 @@ def _choose_memory(names: list[str], overrides: list[str], memory: str) -> dict[
     return {"model.memory": memory}
 
 
-def write_question(names: list[str], overrides: list[str], memory: str) -> Path:
+def write_question(names: list[str], overrides: list[str], memory: str, effect: float | None = None) -> Path:
     """Write the verdict's file for a memory with its controls and return its path. An existing file stays as it is.
 
-    Raises ConfigError if an arm or the search sets an option of `overrides`, or if the existing file has another config
-    or other overrides.
+    `effect` is by default that of the file, in a new file 0.01. Raises ConfigError if an arm or the search sets an
+    option of `overrides`, or if the existing file has another config, other overrides or another effect.
     """
     root = Path(compose(names, overrides).logging.root)
     name = "-".join(["verdict", *(Path(config).stem for config in names), memory])
-    path, tree = root / name / QUESTION, build_question(names, overrides, memory)
+    path, tree = root / name / QUESTION, build_question(names, overrides, memory, effect or VerdictConfig.effect)
     tree = {"name": name, "folder": str(Path.cwd())} | tree
     chosen = {"seed", *tree["tuning"]["space"], *(key for arm in tree["arms"] for key in arm)}
     for key, _, origin in split_overrides(overrides):
@@ -86,6 +94,8 @@ def write_question(names: list[str], overrides: list[str], memory: str) -> Path:
             raise ConfigError(f"{path}: is for the config {existing.config}; move the folder elsewhere")
         if existing.overrides != overrides:
             raise ConfigError(f"{path}: has other overrides; change them there, or move the folder elsewhere")
+        if effect not in (None, existing.effect):
+            raise ConfigError(f"{path}: has effect: {existing.effect:g}; change it there, or move the folder elsewhere")
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, yaml.safe_dump(tree, sort_keys=False))

@@ -9,20 +9,21 @@ import itertools
 import math
 import re
 import shlex
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.affects import AFFECT_RESULTS, find_changed_keys, flatten_config
+from stackexp.config.affects import AFFECT_RESULTS, changes_scores, find_changed_keys, flatten_config, get_effect
 from stackexp.config.compose import build_dataclass
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import find_origin, split_overrides
 from stackexp.config.yaml_files import Tree, display_path, read_file
 from stackexp.errors import ConfigError, RunError, StoppedError
 from stackexp.files import read_hashed_json, write_hashed_json
-from stackexp.runs import RunFolder, hash_plugins
+from stackexp.runs import DATE_FORMAT, RunFolder, hash_plugins
 from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, choose_batch, count_pairs, judge
 from stackexp.sweeps.question import FREE, STEP_OPTIONS, VerdictConfig, check_scaled, scale_steps
 from stackexp.sweeps.schema import SweepConfig, Values, expand, format_value
@@ -38,17 +39,20 @@ PLAN = "verdict.json"
 class PairPlan:
     """Decisions made before the first pair: the values of each arm, the number of pairs and the effect.
 
-    `deviation` is the standard deviation of paired differences between tuning seeds; None if not measured.
-    `speeds` are the tokens per second of each arm that its steps follow from; None for equal tokens. `runs` is the
-    first run of each arm, whose name has the hash of its config.
+    `deviation` is the standard deviation of paired differences between tuning seeds, with `degrees` of freedom; None if
+    not measured. `speeds` are the tokens per second of each arm that its steps follow from; None for equal tokens.
+    `runs` is the first run of each arm, whose name has the hash of its config. `written` is the time; None in plans of
+    earlier versions.
     """
 
     question: dict[str, Any]  # the file without the keys that may change
     values: dict[str, Values]
     seeds: list[int]
     deviation: float | None = None
+    degrees: float | None = None
     speeds: dict[str, float] | None = None
     runs: dict[str, str] = field(default_factory=dict)
+    written: str | None = None
     version: int = 1
 
     @property
@@ -78,15 +82,16 @@ class QuestionStage:
     sweep: Sweep
     trials: dict[TrialKey, Trial]
 
-    def read_scores(self) -> dict[TrialKey, float]:
+    def read_scores(self, objective: str | None = None) -> dict[TrialKey, float]:
         """Return the scores of the trials that ended: inf for those whose loss or score was not finite.
 
-        Raises RunError if a result has no such score, or is not that of the trial's config.
+        `objective` is another score than the verdict's. Raises RunError if a result has no such score, or is not that
+        of the trial's config.
         """
         scores = {}
         for key, trial in self.trials.items():
             if trial.folder.is_finished:
-                scores[key] = _read_score(trial, self.sweep.config.objective)
+                scores[key] = _read_score(trial, objective or self.sweep.config.objective)
             elif has_diverged(trial):
                 scores[key] = math.inf
         return scores
@@ -175,8 +180,10 @@ class Question:
                     f"{where} trains on {config.total_tokens:,} tokens, {self.baseline} on {base.total_tokens:,}; give "
                     "both as many, or set equal: time"
                 )
-            if getattr(config.data, "validation", None) != getattr(base.data, "validation", None):
-                raise ConfigError(f"{where} has other validation sets than {self.baseline}; give both the same")
+            ours, theirs = flatten_config(config), flatten_config(base)
+            changed = [key for key in find_changed_keys(ours, theirs, AFFECT_RESULTS) if key.startswith("data.")]
+            if scored := [key for key in changed if changes_scores(ours, key) or get_effect(ours, key) == "evaluation"]:
+                raise ConfigError(f"{where} is scored with another {scored[0]} than {self.baseline}; use the same")
             if self.config.score.startswith("ema.") and config.trainer.ema_decay is None:
                 raise ConfigError(f"{where} has no {self.config.score}; set trainer.ema_decay for all arms")
 
@@ -207,7 +214,7 @@ class Question:
             self._build_stage("tuning", {(arm, 0, tuning.seeds[0]): tuning.draw_points(arm)[0] for arm in self.arms})
         plan = self.read_plan()
         if plan is None:
-            self._build_plan({arm: {} for arm in self.arms}, MIN_PLANNED, None)
+            self._build_plan({arm: {} for arm in self.arms}, MIN_PLANNED)
         else:
             self.build_pairs(plan)
 
@@ -281,6 +288,7 @@ class Question:
                     f"{self.folder}/pairs: has results of these seeds, but {PLAN} is missing; restore it, or set "
                     "another name and first_seed"
                 )
+            plan = dataclasses.replace(plan, written=time.strftime(DATE_FORMAT))
             self.folder.mkdir(parents=True, exist_ok=True)
             write_hashed_json(self.folder / PLAN, dataclasses.asdict(plan))
         return plan
@@ -305,13 +313,14 @@ class Question:
             speeds = measure_speeds(self._list_tuning_runs(values))
             self._equalize_time(values, speeds)
         is_noise_known = config.tuning is not None and len(config.tuning.seeds) > 1
-        deviation, degrees = estimate_noise(tuned, self.baseline) if is_noise_known else (None, math.inf)
+        deviation, degrees = estimate_noise(tuned, self.baseline) if is_noise_known else (None, None)
         pairs = config.pairs
         if pairs is None:
             assert deviation is not None
+            assert degrees is not None
             level = LEVEL / (len(self.arms) - 1)
             pairs = min(config.max_pairs, count_pairs(config.effect, deviation, level, degrees=degrees))
-        return self._build_plan(values, pairs, deviation, speeds)
+        return dataclasses.replace(self._build_plan(values, pairs), deviation=deviation, degrees=degrees, speeds=speeds)
 
     def _list_tuning_runs(self, values: dict[str, Values]) -> dict[str, list[RunFolder]]:
         """Return the finished tuning runs of each arm with the chosen values."""
@@ -335,11 +344,9 @@ class Question:
             values[arm] |= {f"schedule.{key}": max(1, int(share * n)) for key, n in lengths.items() if n}
             values[arm][STEPS] = steps
 
-    def _build_plan(
-        self, values: dict[str, Values], pairs: int, deviation: float | None, speeds: dict[str, float] | None = None
-    ) -> PairPlan:
+    def _build_plan(self, values: dict[str, Values], pairs: int) -> PairPlan:
         seeds = list(range(self.config.first_seed, self.config.first_seed + pairs))
-        plan = PairPlan(self._describe_question(), values, seeds, deviation, speeds)
+        plan = PairPlan(self._describe_question(), values, seeds)
         trials = self.build_pairs(plan).trials
         return dataclasses.replace(plan, runs={arm: trials[arm, 0, seeds[0]].name for arm in self.arms})
 

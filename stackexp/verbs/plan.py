@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stackexp.errors import RunError
 from stackexp.planning.devices import DEFAULT_DEVICE, DEFAULT_MFU, DEVICES
-from stackexp.verbs.parser import Parser, Verb
+from stackexp.verbs.parser import Parser, Verb, count
 
 MATCHED = {"parameters": "parameters", "flops": "training FLOPs per token", "memory": "peak bytes per rank"}
 VARIED = ("intermediate_size", "hidden_size", "num_layers")
@@ -36,13 +36,14 @@ class Plan(Verb):
         add("--effect", type=float, metavar="NATS", help="print the pairs that find this difference in loss")
         add("--runs", nargs="+", metavar="RUNS", type=Path, help="finished runs that show the noise, with --effect")
         add("--baseline", metavar="ARM", help="the arm that the others are paired with (default: as `report ablation`)")
+        add("--arms", **count(1, "arms that one verdict compares with the baseline, with --effect (default: 1)"))
 
     def run(self, args: Namespace) -> int:
         """Print the plan of a config. Raises ConfigError for mistakes, RunError if the run does not fit."""
         if args.effect is not None or args.runs:
             return _plan_pairs(args)
-        if args.baseline:
-            args.parser.error("--baseline requires --effect and --runs")
+        if args.baseline or args.arms:
+            args.parser.error(f"--{'baseline' if args.baseline else 'arms'} requires --effect and --runs")
         args.parser.require_config(args)
         if not 0 < args.mfu <= 1:
             args.parser.error(f"--mfu: expected a number above 0, up to 1, found {args.mfu}")
@@ -71,10 +72,10 @@ def _plan_pairs(args: Namespace) -> int:
     unused |= {"--mfu": args.mfu != DEFAULT_MFU} | dict.fromkeys(args.overrides, True)
     for option in (option for option, is_given in unused.items() if is_given):
         args.parser.error(f"--effect plans from --runs and has no {option}; omit it")
+    from stackexp.reports.pair_plan import build_pair_plan
     from stackexp.reports.report import format_report
-    from stackexp.reports.verdict import build_pair_plan
 
-    print(format_report(build_pair_plan(args.runs, args.effect, args.baseline), "terminal"))
+    print(format_report(build_pair_plan(args.runs, args.effect, args.baseline, args.arms or 1), "terminal"))
     return 0
 
 

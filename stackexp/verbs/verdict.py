@@ -12,7 +12,7 @@ from stackexp.verbs.report import ReportVerb
 
 
 def parse_factor(text: str) -> float:
-    """Return a number above 0."""
+    """Return a finite number above 0."""
     with contextlib.suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
@@ -30,6 +30,7 @@ class Verdict(ReportVerb):
     source = ("file", setting("FILE.yaml", "the arms, the effect and the search", nargs="?"))
     options = (
         ("--memory", setting("NAME", "compare this memory with the usual controls")),
+        ("--effect", setting("NATS", "with --memory: the smallest difference of interest", type=parse_factor)),
         ("--report", flag("only read finished runs")),
         ("--dry-run", flag("train nothing; print the number of runs and the time left")),
         ("--budget", setting("FACTOR", "multiply all steps of the file by this", type=parse_factor, default=1.0)),
@@ -42,10 +43,7 @@ class Verdict(ReportVerb):
         super().add_arguments(parser)
         parser.add_config()
 
-    def run(self, args: Namespace) -> int:
-        from stackexp.sweeps.controls import write_question
-        from stackexp.sweeps.verdict import load_verdicts
-
+    def _check_arguments(self, args: Namespace) -> None:
         args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)  # before runs that take hours
         args.parser.check_output("--csv", args.csv, [".csv"])
         if args.dry_run and (args.figure or args.csv or args.markdown or args.latex or args.tables):
@@ -54,11 +52,19 @@ class Verdict(ReportVerb):
             args.parser.error("--report starts no runs; omit --launcher and --max-parallel")
         if args.memory and args.file and "=" in args.file:
             args.file, args.overrides = None, [args.file, *args.overrides]
+        if args.effect and not args.memory:
+            args.parser.error("--effect requires --memory; set effect in FILE.yaml")
         if (args.file is None) == (args.memory is None):
             args.parser.error("give a FILE.yaml, or --memory NAME with --config")
+
+    def run(self, args: Namespace) -> int:
+        from stackexp.sweeps.controls import write_question
+        from stackexp.sweeps.verdict import load_verdicts
+
+        self._check_arguments(args)
         if args.memory:
             args.parser.require_config(args)
-            args.file, overrides = write_question(args.config, args.overrides, args.memory), []
+            args.file, overrides = write_question(args.config, args.overrides, args.memory, args.effect), []
         elif args.config:
             raise ConfigError(f"verdict: --config: {args.file} names its config; remove one of them")
         else:
@@ -70,9 +76,9 @@ class Verdict(ReportVerb):
         for verdict in verdicts[1:] if not args.report else ():
             verdict.check_arms()  # the questions of `each` share the points of their tuning
         if args.dry_run:
-            from stackexp.reports.verdict import format_plan
+            from stackexp.reports.pair_plan import format_runs
 
-            print("\n\n".join(map(format_plan, verdicts)))
+            print("\n\n".join(map(format_runs, verdicts)))
             return 0
         from stackexp.reports.interventions import list_unmeasured
 

@@ -1,0 +1,179 @@
+"""What a verdict prints: pairs and hours, the date of the plan, tuning, averaged weights; and plans before any run."""
+
+import itertools
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from verdict_question import Question
+
+from stackexp.cli import main
+from stackexp.files import read_hashed_json, write_hashed_json
+from stackexp.reports.verdict import compute_best_of, find_share_of_steps
+from stackexp.runs import RunFolder
+from stackexp.sequential import compute_deviation_interval, count_pairs
+
+
+@pytest.fixture
+def question(tmp_path) -> Question:
+    return Question(tmp_path)
+
+
+def test_an_undecided_arm_has_the_pairs_and_hours_of_a_new_verdict(question, capsys):
+    """The differences are 0.05, 0.15, 0.05, 0.15. Runs take 36 s, by their speed, or 72 s for the arm without it."""
+    for i, seed in enumerate(range(100, 104)):
+        question.behavior[f"same-seed={seed}-"]["loss"] = question.behavior[f"plain-seed={seed}-"]["loss"]
+        question.behavior[f"same-seed={seed}-"]["loss"] += 0.05 + 0.1 * (i % 2)
+    for name in question.behavior:
+        question.behavior[name]["speed"] = 10 / (72 if name.startswith("same") else 36)
+    question.keep_arms("plain", "same")
+    question.write(tuning=None, pairs=4)
+    question.run()
+    needed = count_pairs(0.01, float(np.std([0, 0.1, 0, 0.1], ddof=1)), degrees=3)
+    command = ["verdict", str(question.path), "--report"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert f"undecided: {needed} new pairs ({needed * 108 / 3600:.1f} hours)" in printed
+    assert re.search(r"^same .* 4/4 .* 2\.00x$", printed, re.M)
+    for path in question.folder.glob("pairs/*/metrics.jsonl"):  # as in copies of runs
+        result = RunFolder(path.parent).result
+        write_hashed_json(result, read_hashed_json(result, "") | {"seconds": 30.0 if "same" in str(path) else 10.0})
+        path.unlink()
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert f"undecided: {needed} new pairs ({needed * 40 / 3600:.1f} hours)" in printed
+    assert re.search(r"^same .* 4/4 .* 3\.00x$", printed, re.M)
+    assert "Times are those of whole runs" in printed
+
+
+def test_a_plan_is_dated_and_known_before_the_pairs(question, capsys):
+    question.keep_arms("plain", "same")
+    question.run()
+    report, dry = (["verdict", str(question.path), option] for option in ("--report", "--dry-run"))
+
+    def read(command: list[str]) -> str:
+        assert main(command) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    plan = json.loads((question.folder / "verdict.json").read_text())
+    runs = sorted(question.folder.glob("pairs/*/environment.json"))
+    assert f"{len(runs)} have no date." in read(report)
+    for path, year in zip(runs, ["2001"] + ["2100"] * len(runs), strict=False):
+        path.write_text(json.dumps([{"started": f"{year}-01-01T00:00:00+0000", "gpus": ["card"]}]))
+    assert f"verdict.json, written {plan['written']}: 1 runs started earlier, 0 have no date." in read(report)
+    runs[0].write_text(runs[1].read_text())
+    assert f"verdict.json, written {plan['written']}, before the first pair." in read(report)
+    low, high = compute_deviation_interval(plan["deviation"], plan["degrees"])
+    noise = f"{plan['deviation']:.4f} ({low:.4f} to {high:.4f})"
+    assert f"With the deviation {noise} of the tuning pairs" in read(report)
+    write_hashed_json(
+        question.folder / "verdict.json", {k: v for k, v in plan.items() if k not in ("written", "sha256")}
+    )
+    assert "verdict.json, which has no date" in read(report)
+    shutil.rmtree(question.folder / "pairs")
+    (question.folder / "verdict.json").unlink()
+    text = read(dry)
+    assert f"deviation of a pair {noise}: an effect of 0.01 takes " in text
+    assert "pairs 16 runs, 0 done; the rest takes about " in text
+    (tuned,) = question.folder.glob("tuning/same-0-seed=50-*/result.json")
+    tuned.unlink()
+    assert "pairs 16 runs: 8 seeds of 2 arms" in read(dry)
+
+
+def test_a_chosen_edge_and_a_short_search_are_named(question, capsys):
+    """Three rates: `same` gains 1 with each, which is more than half the effect, `plain` gains nothing."""
+    for i, seed in itertools.product(range(3), (50, 51)):
+        question.behavior[f"same-{i}-seed={seed}-"]["loss"] = 4 - i
+        question.behavior[f"plain-{i}-seed={seed}-"]["loss"] = 4
+    question.keep_arms("plain", "same")
+    question.run()
+    assert main(["verdict", str(question.path), "--report"]) == 0
+    printed = capsys.readouterr().out
+    assert "same: chose the largest optimizer.lr that was tried; one beyond may be better" in printed
+    assert "plain: chose the smallest optimizer.lr that was tried" in printed
+    tuning = printed.partition("Tuning:")[2].partition("Notes")[0]
+    assert re.search(r"^same .* 1\.0000 +no$", tuning, re.M)
+    assert re.search(r"^plain .* 0\.0000 +yes$", tuning, re.M)
+
+
+def test_averaged_weights_are_compared_too(question, capsys):
+    """The average is 1 better for `same`, and 0 for the baseline."""
+    for name, behavior in question.behavior.items():
+        behavior["ema"] = behavior["loss"] - name.startswith("same")
+    question.keep_arms("plain", "same")
+    for score, other, shift in (("average.loss", "ema.average.loss", -1), ("ema.average.loss", "average.loss", 1)):
+        question.write(name=score, score=score, tuning=None, pairs=4, overrides=["trainer.ema_decay=0.9"])
+        question.folder = question.folder.with_name(score)
+        question.run()
+        assert main(["verdict", str(question.path), "--report"]) == 0
+        verdict, _, table = capsys.readouterr().out.partition(f"The differences in {other}")
+        ours, theirs = (re.search(r"^same .*?([+-][\d.]+) ", text, re.M)[1] for text in (verdict, table))
+        assert float(theirs) - float(ours) == pytest.approx(shift, abs=2e-4)
+
+
+def test_best_of_n_is_that_of_random_subsets():
+    losses = [3.0, 1.0, 2.0, math.inf]
+    assert compute_best_of(losses, 4) == (1, 1, 1)
+    subsets = [min(a, b) for i, a in enumerate(losses) for b in losses[i + 1 :]]
+    assert compute_best_of(losses, 2)[0] == pytest.approx(np.mean(subsets))
+    assert compute_best_of(losses, 1)[0] == math.inf
+
+
+def test_share_of_steps_to_the_loss_of_the_baseline(tmp_path):
+    def write(name: str, losses: list[float]) -> RunFolder:
+        folder = RunFolder(tmp_path / name)
+        folder.path.mkdir()
+        lines = [{"step": i + 1, "tokens": i + 1, "train/loss": loss} for i, loss in enumerate(losses)]
+        folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return folder
+
+    base = write("base", [5 - i / 100 for i in range(200)])
+    fast = write("fast", [5 - i / 50 for i in range(200)])
+    assert find_share_of_steps(base, base) == 1
+    assert find_share_of_steps(fast, base) == pytest.approx(0.5, abs=0.05)
+    assert find_share_of_steps(base, fast) is None
+    dip = write("dip", [5 - i / 100 - (100 < i < 150) for i in range(200)])
+    assert find_share_of_steps(dip, dip) > 0.9, "an early dip does not count"
+
+
+def test_a_verdict_that_was_moved_is_read_from_logging_root(question, capsys):
+    question.keep_arms("plain", "same")
+    question.write(tuning=None, pairs=4)
+    question.run()
+    command = ["verdict", str(question.path), "--report", "--tables", "1"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    copies = question.path.parent / "copies"
+    question.folder.parent.rename(copies)
+    assert main([*command, f"logging.root={copies}", "--figure", str(copies / "verdict.png")]) == 0
+    assert capsys.readouterr().out == printed
+    assert (copies / "verdict.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pairs_are_planned_from_runs_on_record(capsys):
+    runs = Path(__file__).parent.parent / "docs/results/ablation_small"
+    command = ["plan", "--effect", "0.01", "--runs", str(runs), "--baseline", "transformer_wide"]
+    assert main(command) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (row,) = [row for row in rows if row[:1] == ["stacktrans"]]
+    (pooled,) = [row for row in rows if row[:1] == ["pooled"]]
+    assert 0.005 < float(row[1]) < 0.03 < float(row[4].rstrip(")")), "three pairs leave a wide interval"
+    assert pooled[:6] == ["pooled", "(17", "arms", "of", "3", "pairs)"]
+    assert 0.005 < float(pooled[6]) < 0.03
+    assert float(pooled[9].rstrip(")")) > 2 * float(pooled[6]), "17 arms share three runs of the baseline"
+    assert 15 < int(pooled[-2]) < 60
+    assert main([*command, "--arms", "6"]) == 0
+    (of_six,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("pooled")]
+    assert int(of_six[-2]) == count_pairs(0.01, float(of_six[6]), 0.05 / 6)
+    assert main(["plan", "--effect", "0.01"]) == 2
+    assert "--effect requires --runs" in capsys.readouterr().err
+    command[2] = "1e-9"
+    assert main(command) == 0
+    assert "over 10000" in capsys.readouterr().out
+    command[2] = "inf"
+    assert main(command) == 2
+    assert "--effect: expected a finite number above 0, found inf" in capsys.readouterr().err
