@@ -44,6 +44,14 @@ def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, capsys
     for run, digest in ((folder, "aa"), (next(question.folder.glob("pairs/plain-seed=101-*")), "bb")):
         (run / "data.jsonl").write_text(json.dumps({"step": 10, "hash": digest}) + "\n")
     assert "they differ at step 10" in report()
+    assert "they differ at step 10" in question.run(expect=1), "before it is judged"
+    for path in question.folder.glob("pairs/*/data.jsonl"):
+        path.unlink()
+    question.run()
+    path = folder / "environment.json"
+    path.write_text(path.read_text().replace('"gpus"', '"versions": {"torch": "2.0"}, "gpus"'))
+    assert main(["verdict", str(question.path), "--report"]) == 0
+    assert "1 pairs: on another CPU, or with another torch" in capsys.readouterr().out
 
 
 def test_a_changed_plugin_is_refused(question, tmp_path, monkeypatch, capsys):

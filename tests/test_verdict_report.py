@@ -39,6 +39,7 @@ def test_an_undecided_arm_has_the_pairs_and_hours_of_a_new_verdict(question, cap
     printed = capsys.readouterr().out
     assert f"undecided: {needed} new pairs ({needed * 108 / 3600:.1f} hours)" in printed
     assert re.search(r"^same .* 4/4 .* 2\.00x$", printed, re.M)
+    assert re.search(r"^same +1\.000 +2\.000$", printed, re.M), "of its steps, of its time"
     for path in question.folder.glob("pairs/*/metrics.jsonl"):  # as in copies of runs
         result = RunFolder(path.parent).result
         write_hashed_json(result, read_hashed_json(result, "") | {"seconds": 30.0 if "same" in str(path) else 10.0})
@@ -48,6 +49,33 @@ def test_an_undecided_arm_has_the_pairs_and_hours_of_a_new_verdict(question, cap
     assert f"undecided: {needed} new pairs ({needed * 40 / 3600:.1f} hours)" in printed
     assert re.search(r"^same .* 4/4 .* 3\.00x$", printed, re.M)
     assert "Times are those of whole runs" in printed
+
+
+def test_the_gain_is_split_by_the_controls(question):
+    """Each arm differs from the baseline by another amount, on every seed."""
+    shifts = {"transformer_wide": 0.0, "transformer": 0.1, "transformer_flops": 0.2, "wider_stream": 0.5}
+    shifts |= {"adapter": 0.7, "residual_scale": 1.1, "stack": 0.3}
+    arms = [{"name": name, "model.memory": None, "model.intermediate_size": 32 + i} for i, name in enumerate(shifts)]
+    arms[-3] = {"name": "adapter", "model.memory.discipline": "push_only", "model.memory.num_slots": 1}
+    arms[-1] = {"name": "stack"}
+    noise = {"transformer_wide": 0.0} | {name: 0.01 * i for i, name in enumerate(shifts)}
+    for seed, arm in itertools.product(range(100, 104), shifts):
+        question.behavior[f"{arm}-seed={seed}-"] = {"seconds": 0.01, "loss": 4 + shifts[arm] + noise[arm] * (seed % 2)}
+    question.write(arms=arms, tuning=None, pairs=4)
+    split = question.run().partition("Split of the gain")[2].partition("Notes")[0]
+    rows = {
+        cause: (pair, float(mean))
+        for cause, pair, mean in re.findall(r"^(\w.*?)  +(\w+ minus \w+) +(\S+) ", split, re.M)
+    }
+    assert {cause: pair for cause, (pair, _) in rows.items()} == {
+        "parameters": "transformer_wide minus transformer",
+        "residual width at equal FLOPs": "wider_stream minus transformer_flops",
+        "scaling of the residual stream": "residual_scale minus transformer",
+        "mechanism": "stack minus adapter",
+    }
+    for cause, (pair, mean) in rows.items():
+        arm, base = pair.split(" minus ")
+        assert mean == pytest.approx(shifts[arm] - shifts[base], abs=0.05), cause
 
 
 def test_a_plan_is_dated_and_known_before_the_pairs(question, capsys):

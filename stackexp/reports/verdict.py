@@ -50,6 +50,8 @@ OUTCOME_COLORS = dict(zip(Outcome, (PALETTE[2], PALETTE[1], PALETTE[0], PALETTE[
 AVERAGED = "ema."
 """Prefix of the scores of averaged weights in result.json."""
 LOADED = "Times are those of whole runs, because copies have no metrics; other work on the machine is part of them."
+MACHINE = (("cpu", "model"), ("versions", "torch"))
+"""What should be equal in a pair, apart from the GPU, which must be."""
 BAND = (0.1, 0.9)
 """Quantiles of the best loss of random subsets of the tuning trials."""
 
@@ -62,8 +64,8 @@ def build_verdicts(verdicts: Sequence[Question]) -> Report:
     for verdict in verdicts:
         label = verdict.name.rpartition("/")[2]
         if plan := verdict.read_plan():
-            stage, uncompared = _open_pairs(verdict, plan)
-            notes += [f"{label}: {note}" for note in uncompared]
+            stage, unequal = open_pairs(verdict, plan)
+            notes += [f"{label}: {note}" for note in unequal]
             scores, seconds = stage.read_scores(), measure_seconds(stage)
             rows += [[label, *line] for line in _build_lines(judge_pairs(plan, scores), plan, scores, seconds)]
             records += [
@@ -88,8 +90,8 @@ def build_verdict(verdict: Question) -> Report:
         counts = (len(verdict.tuning.read_scores()), len(verdict.tuning.trials)) if verdict.tuning else (0, 0)
         notes.append("no pairs yet" + f"; {counts[0]} of {counts[1]} tuning runs are done" * bool(counts[1]))
         return Report(tables, notes, [])
-    stage, uncompared = _open_pairs(verdict, plan)
-    notes += uncompared
+    stage, unequal = open_pairs(verdict, plan)
+    notes += unequal
     scores = stage.read_scores()
     judgments = judge_pairs(plan, scores)
     seconds = measure_seconds(stage)
@@ -120,13 +122,13 @@ def build_verdict(verdict: Question) -> Report:
     return Report(tables, notes, records, lambda: _draw(plan, judgments, diverged))
 
 
-def _open_pairs(verdict: Question, plan: PairPlan) -> tuple[QuestionStage, list[str]]:
-    """Return the stage of the pairs, and a note if the data of some were not compared.
+def open_pairs(verdict: Question, plan: PairPlan) -> tuple[QuestionStage, list[str]]:
+    """Return the stage of the pairs, and notes if the data of some were not compared, or their CPUs or torch differ.
 
     Raises RunError if the two runs of a pair had other data or another device.
     """
     verdict.check_plugins()
-    stage, uncompared = verdict.build_pairs(plan), 0
+    stage, uncompared, others = verdict.build_pairs(plan), 0, 0
     for (arm, _, seed), trial in stage.trials.items():
         pair = trial.folder, stage.trials[plan.baseline, 0, seed].folder
         if arm == plan.baseline or not all(folder.is_finished for folder in pair):
@@ -135,7 +137,9 @@ def _open_pairs(verdict: Question, plan: PairPlan) -> tuple[QuestionStage, list[
         if trial.config.data.kind not in GENERATED_DATA:  # the config determines these, and arms may differ in them
             difference, unknown = compare_data(*(read_hashes(folder.path) for folder in pair))
         uncompared += bool(unknown)
-        devices = [(folder.read_sessions() or [{}])[0].get("gpus") or "a CPU" for folder in pair]
+        ours, base = ((folder.read_sessions() or [{}])[0] for folder in pair)
+        devices = [session.get("gpus") or "a CPU" for session in (ours, base)]
+        others += any(ours.get(key, {}).get(n) != base.get(key, {}).get(n) for key, n in MACHINE)
         if devices[0] != devices[1]:
             difference = f"{devices[0]}, not {devices[1]}"
         if difference:
@@ -143,8 +147,8 @@ def _open_pairs(verdict: Question, plan: PairPlan) -> tuple[QuestionStage, list[
                 f"{pair[0].path}: had other data or another device than {pair[1].path} ({difference}), so they are no "
                 "pair; remove one of them and repeat the command"
             )
-    note = f"{uncompared} pairs: not checked for equal training data; {FILE_NAME} is missing or has no common step"
-    return stage, [note] if uncompared else []
+    notes = [f"{uncompared} pairs: not checked for equal training data; {FILE_NAME} is missing or has no common step"]
+    return stage, notes * bool(uncompared) + [f"{others} pairs: on another CPU, or with another torch"] * bool(others)
 
 
 def _build_lines(

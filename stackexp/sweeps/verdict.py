@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -356,12 +356,18 @@ class Question:
         ours["overrides"] = [*self.config.overrides, *own]
         return {key: value for key, value in ours.items() if key not in FREE}
 
-    def run(self, launcher: str = "local", max_parallel: int | None = None) -> bool:
+    def run(
+        self,
+        launcher: str = "local",
+        max_parallel: int | None = None,
+        check: "Callable[[Question, PairPlan], object] | None" = None,
+    ) -> bool:
         """Run the missing trials of both stages, until every arm is decided. Return False if some were only submitted.
 
         On this machine, the arms are judged after every pair, or after as many as keep it busy; decided arms stop. The
         looks do not depend on the runs that exist, so several processes agree. With Slurm, a call submits the next
-        stage. Raises what `run_sweep` raises, unless the failed trials diverged.
+        stage. `check` is called before the pairs are judged. Raises what it and `run_sweep` raise, unless the failed
+        trials diverged.
         """
         self.check_plugins()
         run = partial(self._run_part, launcher=launcher, max_parallel=max_parallel)
@@ -378,6 +384,8 @@ class Question:
             keys = [(arm, 0, seed) for seed in seeds for arm in arms]
             if not run(stage, keys):
                 return False
+            if check:
+                check(self, plan)
             scores = {key: score for key, score in stage.read_scores().items() if key[2] in seeds}
             judgments = judge_pairs(plan, scores)
             if not before.keys() >= set(keys):

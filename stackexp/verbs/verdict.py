@@ -81,9 +81,10 @@ class Verdict(ReportVerb):
             print("\n\n".join(map(format_runs, verdicts)))
             return 0
         from stackexp.reports.interventions import list_unmeasured
+        from stackexp.reports.verdict import open_pairs
 
         for verdict in verdicts if not args.report else ():
-            is_complete = verdict.run(args.launcher or "local", args.max_parallel)
+            is_complete = verdict.run(args.launcher or "local", args.max_parallel, open_pairs)
             if is_complete and verdict.config.interventions_chunks and list_unmeasured(verdict):
                 from stackexp.inspection.pairs import measure_pairs  # imports torch, which takes seconds
 
