@@ -16,7 +16,6 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,119 +187,101 @@ def write_units(job: UnitJob, units: Sequence[list[Source]], workers: int) -> No
     Unreadable sources do not stop the other units; all are printed, and the last one is raised as RunError at the end.
     If the job is strict, a bad line raises RunError at once.
     """
-    unreadable: list[str] = []
     size = sum(source.size for unit in units for source in unit)
     with open_bar(desc="tokenizing", total=size, unit="B", unit_scale=True) as bar:
         if len(units) > 1 and workers > 1:
-            _write_in_processes(job, units, min(workers, len(units)), bar, unreadable)
+            messages = _finish_in_processes(job, units, min(workers, len(units)), bar)
         else:
-            writer = UnitWriter(job, bar.update)
-            for sources in units:
-                with _collect_unreadable(unreadable):
-                    writer.finish(sources)
-    if unreadable:
-        *others, last = sorted(unreadable)
+            messages = [_finish_unit(job, sources, bar.update) for sources in units]
+    if unreadable := sorted(filter(None, messages)):
+        *others, last = unreadable
         for message in others:
             print(f"error: {message}", file=sys.stderr)
         raise RunError(last)
 
 
-class UnitWriter:
-    """A writer of single units. `advance` is called with the number of source bytes that have been processed."""
+def _finish_unit(job: UnitJob, sources: list[Source], advance: Advance) -> str:
+    """Write a unit unless it exists. Return the error if a source is unreadable, otherwise an empty text.
 
-    def __init__(self, job: UnitJob, advance: Advance) -> None:
-        self.job, self.advance = job, advance
-        self.tokenizer = load_tokenizer(job.tokenizer)
+    If another process of the same part finishes the unit first, that one is kept. Raises RunError for a bad line if the
+    job is strict.
+    """
+    folder = job.folder / name_unit(sources)
+    if folder.exists():
+        unit = read_unit(folder)
+        if unit.sources == [source.record for source in sources]:
+            if job.strict and unit.bad_lines:
+                with open(folder / BAD_LINES, encoding="utf-8") as log:
+                    raise _strict_error(log.readline().rstrip())
+            advance(sum(source.size for source in sources))
+            return ""
+        outdated = folder.rename(folder.with_name(f".{folder.name}.outdated"))
+        shutil.rmtree(outdated)  # a kill while files are deleted must not leave half a unit
+    tokenizer = load_tokenizer(job.tokenizer)
+    items = (item for source in sources for item in _read(job, source, tokenizer, advance))
+    try:
+        with create_folder_atomically(folder) as temporary:
+            write_unit(temporary, items, tokenizer, job.context_length, sources, job.packing)
+    except UnreadableSourceError as error:
+        return str(error)
+    except OSError:
+        if not folder.exists():
+            raise
+    return ""
 
-    def finish(self, sources: list[Source]) -> None:
-        """Write a unit unless it exists. Raises RunError for a bad line if the job is strict."""
-        folder = self.job.folder / name_unit(sources)
-        if folder.exists():
-            unit = read_unit(folder)
-            if unit.sources == [source.record for source in sources]:
-                if self.job.strict and unit.bad_lines:
-                    with open(folder / BAD_LINES, encoding="utf-8") as log:
-                        raise _strict_error(log.readline().rstrip())
-                self.advance(sum(source.size for source in sources))
-                return
-            outdated = folder.rename(folder.with_name(f".{folder.name}.outdated"))
-            shutil.rmtree(outdated)  # a kill while files are deleted must not leave half a unit
-        self._write(sources, folder)
 
-    def _write(self, sources: list[Source], folder: Path) -> None:
-        """Write a unit. If another process of the same part finishes it first, that one is kept."""
-        items = (item for source in sources for item in self._read(source))
-        try:
-            with create_folder_atomically(folder) as temporary:
-                write_unit(temporary, items, self.tokenizer, self.job.context_length, sources, self.job.packing)
-        except OSError:
-            if not folder.exists():
-                raise
+def _read(
+    job: UnitJob, source: Source, tokenizer: Tokenizer, advance: Advance
+) -> Iterator[Piece | TokenBlock | BadLine | FilteredOut]:
+    if source.has_tokens:
+        yield from _read_tokens(job, source, tokenizer, advance)
+        return
+    for item in read_pieces(source, job.columns, advance):
+        if job.strict and isinstance(item, BadLine):
+            raise _strict_error(str(item))
+        yield item
 
-    def _read(self, source: Source) -> Iterator[Piece | TokenBlock | BadLine | FilteredOut]:
-        if source.has_tokens:
-            yield from self._read_tokens(source)
-            return
-        for item in read_pieces(source, self.job.columns, self.advance):
-            if self.job.strict and isinstance(item, BadLine):
-                raise _strict_error(str(item))
-            yield item
 
-    def _read_tokens(self, source: Source) -> Iterator[TokenBlock]:
-        """Yield the ids of a token file in order, adding end-of-text if it does not end with it."""
-        end, vocab_size = get_end_of_text_id(self.tokenizer), get_vocab_size(self.tokenizer)
-        text_bytes, has_known_bytes, documents, last = count_token_bytes(self.tokenizer), True, 0, end
-        file = TokenFile(source.path, dtype=self.job.dtype, vocab_size=vocab_size)
-        for ids in file.read_blocks(vocab_size, end=end):
-            if not documents and not has_exact_bytes(self.tokenizer) and not decodes_exactly(self.tokenizer, ids):
-                has_known_bytes = False  # they are those of the text
-            ends = int((ids == end).sum())
-            yield TokenBlock(ids, ends, int(text_bytes[ids].sum()), has_known_bytes)
-            documents, last = documents + ends, ids[-1]
-            self.advance(ids.nbytes)
-        if last != end:
-            yield TokenBlock(np.array([end]), 1, 0)
-        if not documents:
-            message = f"{source.path}: contains no end-of-text (id {end}), so it is read as one document"
-            print(message, file=sys.stderr, flush=True)
+def _read_tokens(job: UnitJob, source: Source, tokenizer: Tokenizer, advance: Advance) -> Iterator[TokenBlock]:
+    """Yield the ids of a token file in order, adding end-of-text if it does not end with it."""
+    end, vocab_size = get_end_of_text_id(tokenizer), get_vocab_size(tokenizer)
+    text_bytes, has_known_bytes, documents, last = count_token_bytes(tokenizer), True, 0, end
+    for ids in TokenFile(source.path, dtype=job.dtype, vocab_size=vocab_size).read_blocks(vocab_size, end=end):
+        if not documents and not has_exact_bytes(tokenizer) and not decodes_exactly(tokenizer, ids):
+            has_known_bytes = False  # they are those of the text
+        ends = int((ids == end).sum())
+        yield TokenBlock(ids, ends, int(text_bytes[ids].sum()), has_known_bytes)
+        documents, last = documents + ends, ids[-1]
+        advance(ids.nbytes)
+    if last != end:
+        yield TokenBlock(np.array([end]), 1, 0)
+    if not documents:
+        message = f"{source.path}: contains no end-of-text (id {end}), so it is read as one document"
+        print(message, file=sys.stderr, flush=True)
 
 
 def _strict_error(line: str) -> RunError:
     return RunError(f"{line}; fix the line, or remove --strict to skip it")
 
 
-@contextmanager
-def _collect_unreadable(messages: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except UnreadableSourceError as error:
-        messages.append(str(error))
-
-
 # Processes
 
-_writer: UnitWriter  # set in worker processes
+_counter: Any  # source bytes that all processes have read; set in worker processes
 
 
-def _write_in_processes(
-    job: UnitJob, units: Sequence[list[Source]], workers: int, bar: tqdm, unreadable: list[str]
-) -> None:
-    """Distribute the units among processes. The first error, except an unreadable source, stops all of them."""
+def _finish_in_processes(job: UnitJob, units: Sequence[list[Source]], workers: int, bar: tqdm) -> list[str]:
+    """Distribute the units among processes, and return the results of `_finish_unit`. The first error stops all."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["streaming"])  # whose import takes seconds
-    counter = context.Value("q", 0)  # bytes done
-    others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job, counter)) as pool:
-        pending, shown = {pool.submit(_finish_unit, sources) for sources in units}, 0
+    counter = context.Value("q", 0)
+    others, messages = set(multiprocessing.active_children()), []
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(counter,)) as pool:
+        pending = {pool.submit(_finish_in_worker, job, sources) for sources in units}
         try:
             while pending:
                 done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
-                count = counter.value
-                bar.update(count - shown)
-                shown = count
-                for future in done:
-                    with _collect_unreadable(unreadable):
-                        future.result()
+                bar.update(counter.value - bar.n)
+                messages += [future.result() for future in done]
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in set(multiprocessing.active_children()) - others:
@@ -310,19 +291,24 @@ def _write_in_processes(
             cause = "a worker process was killed, maybe because memory ran out"
             remedy = "lower --workers, then run the same command again: finished units are kept"
             raise RunError(f"{job.folder}: {cause}; {remedy}") from error
+    return messages
 
 
-def _start_worker(job: UnitJob, counter: Any) -> None:
+def _start_worker(counter: Any) -> None:
+    global _counter
+    _counter = counter
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all CPUs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
-    def advance(size: int) -> None:
-        with counter.get_lock():
-            counter.value += size
 
-    global _writer
-    _writer = UnitWriter(job, advance)
+def _finish_in_worker(job: UnitJob, sources: list[Source]) -> str:
+    return _finish_unit(job, sources, _count_bytes)
+
+
+def _count_bytes(size: int) -> None:
+    with _counter.get_lock():
+        _counter.value += size
 
 
 def _exit_with_parent() -> None:
@@ -331,10 +317,6 @@ def _exit_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _finish_unit(sources: list[Source]) -> None:
-    _writer.finish(sources)
 
 
 # Merge
