@@ -30,7 +30,7 @@ from stackexp.config.fields import (
 )
 from stackexp.config.layers import Layers, find_config, find_origin, list_sections
 from stackexp.config.registry import SECTIONS, find_kinds_with, get_entry, import_plugin, list_kinds
-from stackexp.config.yaml_files import NOT_DECIMAL, Leaf, Tree, explain_not_decimal, iterate_leaves
+from stackexp.config.yaml_files import Leaf, Tree, iterate_leaves
 from stackexp.errors import find_closest, suggest_name
 
 RENAMED_KEYS = {
@@ -192,11 +192,8 @@ def _fill(node: DictConfig, tree: Tree, path: str, root: DictConfig) -> None:
             _fill(child, value, f"{key}.", root)
         else:
             plain = _to_plain(value)
-            written = (value.text or value.value) if isinstance(value, Leaf) else None
-            if hint in (str, str | None):
-                plain = written if isinstance(value, Leaf) and value.text is not None else plain
-            elif isinstance(written, str) and NOT_DECIMAL.fullmatch(written):
-                raise config_error(find_origin(value), key, explain_not_decimal(written))
+            if hint in (str, str | None) and isinstance(value, Leaf) and value.text is not None:
+                plain = value.text
             _set_value(node, name, plain, find_origin(value), key, hint, metadata)
 
 
@@ -206,8 +203,10 @@ def _set_value(
     """Set one value. Stricter than OmegaConf, which accepts numbers for booleans and mappings for text."""
     rejected = {bool: int, str: dict, dict: str, list: str}.get(typing.get_origin(hint) or hint)
     types = {hint, *typing.get_args(hint)}
-    is_quoted_number = isinstance(value, str) and "${" not in value and types & {int, float, bool} and str not in types
-    if value == "???" or (rejected and type(value) is rejected) or is_quoted_number:  # "???" marks a missing value
+    items = value if isinstance(value, list) else [value]
+    has_text = any(isinstance(item, str) and "${" not in item for item in items)
+    is_text_for_number = has_text and types & {int, float, bool} and str not in types  # such as '1' or 010
+    if value == "???" or (rejected and type(value) is rejected) or is_text_for_number:  # "???" marks a missing value
         raise wrong_value_error(origin, key, hint, metadata, value)
     try:
         if type(value) is int and hint in (float, float | None):

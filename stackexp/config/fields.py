@@ -95,6 +95,7 @@ def describe_type(hint: Any, metadata: Mapping[str, Any]) -> str:
     if "choices" in metadata:
         return f"one of {', '.join(metadata['choices'])}"
     words: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    words |= {list[int]: "a list of integers", list[float]: "a list of numbers"}
     word = words.get(hint) or {list: "a list", dict: "a mapping"}.get(typing.get_origin(hint), str(hint))
     low, high = metadata.get("min"), metadata.get("max")
     if low is not None and high is not None:

@@ -25,7 +25,7 @@ class Leaf:
     """A value and where it was written.
 
     The value is a scalar, a list or an empty mapping; the origin is `file:line` or `override KEY=VALUE`. `text` is how
-    a number or boolean was written, for options that are text, such as `name: 0123`.
+    a number or boolean was written, for options that are text, such as `name: 1_0`.
     """
 
     value: Any
@@ -57,10 +57,6 @@ def read_purpose(path: Path) -> str:
         return file.readline().lstrip("#").strip()
 
 
-NOT_DECIMAL = re.compile(r"[-+]?0[0-9_]+(\.[0-9_]*)?([eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*(:[0-9_]+)+(\.[0-9_]*)?")
-"""Numbers that YAML 1.1 reads as octal (010 is 8) or in base 60 (1:30 is 90)."""
-
-
 class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """A YAML loader with OmegaConf's rules (3e-4 is a number, 2025-07-20 is text) that keeps the origin of each value.
 
@@ -75,7 +71,6 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         return self.format_origin(node.start_mark.line + 1)
 
     def read_leaf(self, node: yaml.Node) -> Leaf:
-        self._check_items(node)
         try:
             value = self.construct_object(node, deep=True)
             return Leaf(value, self.get_origin(node), node.value if isinstance(value, int | float) else None)
@@ -84,15 +79,6 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         except Exception as error:  # PyYAML raises any exception for a value that does not match its !!tag
             reason = getattr(error, "problem", None) or error
             raise ConfigError(f"not valid YAML: {reason}", self.get_origin(node)) from error
-
-    def _check_items(self, node: yaml.Node) -> None:
-        """Raise ConfigError for a number in a list that is octal or in base 60, also in a mapping within the list."""
-        is_mapping = isinstance(node, yaml.MappingNode)
-        items = [value for _, value in node.value] if is_mapping else node.value
-        for item in items if isinstance(node, yaml.CollectionNode) else ():
-            if isinstance(item, yaml.ScalarNode) and not item.style and NOT_DECIMAL.fullmatch(item.value):
-                raise ConfigError(explain_not_decimal(item.value), self.get_origin(item))
-            self._check_items(item)
 
     def read_value(self, node: yaml.Node) -> Leaf | Tree:
         return self.read_mapping(node) if isinstance(node, yaml.MappingNode) and node.value else self.read_leaf(node)
@@ -112,22 +98,14 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         return tree
 
 
+_DECIMAL = r"[-+]?(0|[1-9][0-9_]*)"  # YAML 1.1 also reads 010 as octal and 1:30 in base 60, here they are text
+_FLOAT = rf"({_DECIMAL}(\.[0-9_]*)?|[-+]?\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 _Reader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":merge", ":value"))]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
     for first, resolvers in _Reader.yaml_implicit_resolvers.items()
 }
-_Reader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
-
-
-def explain_not_decimal(text: str) -> str:
-    """Return the error for a number that `NOT_DECIMAL` matches."""
-    if ":" in text:
-        return f"{text} is a number in base 60 in YAML; write a decimal number, or put text in quotes"
-    return f"{text} has a leading zero, which means octal in YAML; remove it, or put text in quotes"
+for _tag, _pattern in {"int": _DECIMAL, "float": _FLOAT}.items():
+    _Reader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"({_pattern})$"), list("-+.0123456789"))
 
 
 def read_file(path: Path) -> tuple[list[Leaf], Tree]:
