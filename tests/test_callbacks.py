@@ -16,7 +16,7 @@ from forks import Forks
 from records import losses, only_run
 
 from stackexp.config.compose import compose
-from stackexp.errors import InterruptedRunError, RunError, StoppedError
+from stackexp.errors import InterruptedRunError, StoppedError
 from stackexp.modules.metrics import StepMetrics
 from stackexp.runs import RunFolder
 from stackexp.training import signals
@@ -339,16 +339,3 @@ def test_steps_are_checked():
         assert "trainer.profile: expected two steps such as 10-15, found" in error
     error = compose_error([BASE], "trainer.max_steps=12", "schedule.warmup_steps=0", "trainer.profile=13-20")
     assert "trainer.profile: starts after the last step, trainer.max_steps 12" in error
-
-
-@pytest.mark.parametrize("counts", [{"ready": 3, "completed": 2}, {"ready": 4, "completed": -1}])
-def test_counts_of_micro_batches_that_are_no_whole_steps_are_refused(counts):
-    checkpoint = {"loops": {"fit_loop": {"epoch_loop.batch_progress": {"total": counts, "current": counts}}}}
-    with pytest.raises(RunError, match="are not whole steps of 2; use an older one"):
-        rescale_progress(checkpoint, before=2, now=2)
-
-
-def test_a_record_of_the_training_data_without_a_hash_is_refused():
-    record = {"hash": "zz", "sequences": [1], "sources": {}}
-    with pytest.raises(RunError, match="hash of its training data is 'zz'"):
-        DataRecord(Path(), 1).on_load_checkpoint(None, None, {"data_record": record})

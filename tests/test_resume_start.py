@@ -250,22 +250,10 @@ def test_an_option_that_is_newer_than_the_checkpoint_must_have_its_default(tmp_p
         check_resumed_config(tmp_path, state, compose(["quickstart"]))
 
 
-@pytest.mark.parametrize(
-    ("keys", "value", "reason"),
-    [
-        (["global_step"], "12", "state.pt has no step or no config"),
-        (["stackexp", "config"], None, "state.pt has no step or no config"),
-        (["loops", "fit_loop", "state_dict"], {}, "lacks its position in the training data"),
-    ],
-)
-def test_an_incomplete_state_is_reported_in_one_line(unfinished, capsys, keys, value, reason):
-    """The manifest has valid hashes, as after a faulty conversion or an attack."""
+def test_a_state_without_a_position_in_the_data_is_reported_in_one_line(unfinished, capsys):
     path = unfinished.checkpoints / "00000012"
     tokenizer, state = read_manifest(path)["tokenizer"], torch.load(path / "state.pt", weights_only=True)
-    part = state
-    for key in keys[:-1]:
-        part = part[key]
-    part[keys[-1]] = value
+    state["loops"]["fit_loop"]["state_dict"] = {}
     torch.save(state, path / "state.pt")
     (path / "validation.json").unlink()
     write_manifest(path, 12, tokenizer)
@@ -274,7 +262,7 @@ def test_an_incomplete_state_is_reported_in_one_line(unfinished, capsys, keys, v
     assert main(["fit", "--run", str(unfinished.path)]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: {path}: damaged (")
-    assert reason in line
+    assert "lacks its position in the training data" in line
 
 
 def test_another_version_of_lightning_is_named(unfinished, capsys):

@@ -211,10 +211,7 @@ def load_state(path: Path) -> dict[str, Any]:
     version = state["stackexp"].get("version")
     if version != VERSION:
         raise RunError(f"{path}: checkpoint version {version} is not supported; use the stackexp that wrote it")
-    step, config = state.get("global_step"), state["stackexp"].get("config")
-    if type(step) is not int or not isinstance(config, dict):
-        raise damaged_error(path, f"{STATE} has no step or no config")
-    check_step(path, step)
+    check_step(path, state["global_step"])
     return state
 
 
