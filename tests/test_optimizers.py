@@ -12,7 +12,7 @@ from stackexp.config.compose import compose
 from stackexp.config.experiment import AdamWConfig, CosineConfig, LinearConfig, MuonConfig, WarmupStableDecayConfig
 from stackexp.errors import RunError
 from stackexp.models.memories.base import Memory
-from stackexp.modules.optimizers import build_adamw, build_cosine, build_linear, build_muon, build_warmup_stable_decay
+from stackexp.modules.optimizers import build_adamw, build_muon, build_schedule
 
 SMALL = ["model.hidden_size=32", "model.intermediate_size=32"]
 
@@ -150,15 +150,15 @@ WARMUP = {"warmup_steps": 10}
 
 
 def build_wsd(max_steps: int, **options):
-    return build_warmup_stable_decay(WarmupStableDecayConfig(**WARMUP, **options), max_steps)
+    return build_schedule(WarmupStableDecayConfig(**WARMUP, **options), max_steps)
 
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (build_cosine(CosineConfig(**WARMUP, final_fraction=0.2), 110), {0: 0, 5: 0.5, 10: 1, 60: 0.6, 110: 0.2}),
-        (build_linear(LinearConfig(**WARMUP, final_fraction=0.2), 110), {0: 0, 10: 1, 35: 0.8, 110: 0.2, 120: 0.2}),
-        (build_linear(LinearConfig(warmup_steps=0, final_fraction=0), 4), {0: 1, 1: 0.75, 4: 0}),
+        (build_schedule(CosineConfig(**WARMUP, final_fraction=0.2), 110), {0: 0, 5: 0.5, 10: 1, 60: 0.6, 110: 0.2}),
+        (build_schedule(LinearConfig(**WARMUP, final_fraction=0.2), 110), {0: 0, 10: 1, 35: 0.8, 110: 0.2, 120: 0.2}),
+        (build_schedule(LinearConfig(warmup_steps=0, final_fraction=0), 4), {0: 1, 1: 0.75, 4: 0}),
         (build_wsd(100, decay_steps=40, decay="linear"), {5: 0.5, 10: 1, 60: 1, 80: 0.5, 100: 0}),
         (build_wsd(100, decay_steps=40, final_fraction=0.5), {60: 1, 70: 0.75, 100: 0.5}),
         (build_wsd(80, decay_fraction=0.0), {5: 0.5, 79: 1, 80: 1, 81: 1}),

@@ -102,8 +102,12 @@ class ScheduleConfig:
         if self.warmup_steps >= trainer.max_steps:
             yield "warmup_steps", f"{self.warmup_steps} must be smaller than trainer.max_steps {trainer.max_steps}"
 
+    def count_decay_steps(self, max_steps: int) -> int:
+        """Return the number of decay steps in a run of `max_steps`: all after the warmup."""
+        return max_steps - self.warmup_steps
 
-@register("schedule", "cosine", builds="stackexp.modules.optimizers:build_cosine")
+
+@register("schedule", "cosine", builds="stackexp.modules.optimizers:build_schedule")
 @dataclass
 class CosineConfig(ScheduleConfig):
     """A cosine decay until the last step."""
@@ -111,7 +115,7 @@ class CosineConfig(ScheduleConfig):
     kind: str = "cosine"
 
 
-@register("schedule", "linear", builds="stackexp.modules.optimizers:build_linear")
+@register("schedule", "linear", builds="stackexp.modules.optimizers:build_schedule")
 @dataclass
 class LinearConfig(ScheduleConfig):
     """A linear decay until the last step."""
@@ -119,7 +123,7 @@ class LinearConfig(ScheduleConfig):
     kind: str = "linear"
 
 
-@register("schedule", "wsd", builds="stackexp.modules.optimizers:build_warmup_stable_decay")
+@register("schedule", "wsd", builds="stackexp.modules.optimizers:build_schedule")
 @dataclass
 class WarmupStableDecayConfig(ScheduleConfig):
     """A constant learning rate, then a decay over the last `decay_steps`: linear, or 1 - sqrt."""

@@ -8,14 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stackexp.config.experiment import (
-    AdamWConfig,
-    CosineConfig,
-    LinearConfig,
-    MuonConfig,
-    ScheduleConfig,
-    WarmupStableDecayConfig,
-)
+from stackexp.config.experiment import AdamWConfig, MuonConfig, ScheduleConfig
 from stackexp.errors import RunError
 from stackexp.models.layers import widen
 
@@ -168,33 +161,19 @@ class MuonAdamW(torch.optim.Optimizer):
 
 # Schedules: the factor of the learning rate at a step, counted from 1
 
-Schedule = Callable[[int], float]
+DECAYS: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "one_minus_sqrt": lambda progress: 1 - math.sqrt(progress),
+}
 
 
-def build_cosine(config: CosineConfig, max_steps: int) -> Schedule:
-    """Build warmup, then a half cosine to `final_fraction` at `max_steps`."""
-    decay_steps = max_steps - config.warmup_steps
-    return _build_schedule(config, max_steps, decay_steps, lambda progress: 0.5 * (1 + math.cos(math.pi * progress)))
+def build_schedule(config: ScheduleConfig, max_steps: int) -> Callable[[int], float]:
+    """Build linear warmup from 0 to 1, then a constant 1, then a decay over the last steps.
 
-
-def build_linear(config: LinearConfig, max_steps: int) -> Schedule:
-    """Build warmup, then a linear decay to `final_fraction` at `max_steps`."""
-    return _build_schedule(config, max_steps, max_steps - config.warmup_steps, lambda progress: 1 - progress)
-
-
-def build_warmup_stable_decay(config: WarmupStableDecayConfig, max_steps: int) -> Schedule:
-    """Build warmup, a constant rate, and a decay over the last steps (SmolLM's recipes)."""
-    shapes = {"linear": lambda progress: 1 - progress, "one_minus_sqrt": lambda progress: 1 - math.sqrt(progress)}
-    return _build_schedule(config, max_steps, config.count_decay_steps(max_steps), shapes[config.decay])
-
-
-def _build_schedule(
-    config: ScheduleConfig, max_steps: int, decay_steps: int, shape: Callable[[float], float]
-) -> Schedule:
-    """Build linear warmup from 0 to 1, then a constant 1, then a decay over the last `decay_steps`.
-
-    The decay is final_fraction + (1 - final_fraction) * shape, with `shape` a function of the progress from 0 to 1.
+    The decay is final_fraction + (1 - final_fraction) * shape, with a shape of DECAYS and a progress from 0 to 1.
     """
+    decay_steps, shape = config.count_decay_steps(max_steps), DECAYS[getattr(config, "decay", config.kind)]
 
     def compute_factor(step: int) -> float:
         if step < config.warmup_steps:
