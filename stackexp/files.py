@@ -120,6 +120,11 @@ def compute_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # a binary file
 
 
+def hash_values(values: Any) -> str:
+    """Return the SHA-256 of values that JSON can represent."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
 def get_cache_root() -> Path:
     """Return $STACKEXP_CACHE, $XDG_CACHE_HOME/stackexp or ~/.cache/stackexp, the first that is set."""
     if root := os.environ.get("STACKEXP_CACHE"):
@@ -163,7 +168,7 @@ def write_json(path: Path, value: Any, *, indent: int = 2) -> None:
 
 def write_hashed_json(path: Path, contents: dict[str, Any]) -> None:
     """Write a JSON file atomically, with a SHA-256 of its contents by which `read_hashed_json` detects any change."""
-    write_json(path, contents | {"sha256": _hash_contents(contents)})
+    write_json(path, contents | {"sha256": hash_values(replace_non_finite(contents))})
 
 
 def read_hashed_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -173,13 +178,9 @@ def read_hashed_json(path: Path, remedy: str) -> dict[str, Any]:
     """
     contents = read_json(path)
     recorded = contents.pop("sha256", None) if isinstance(contents, dict) else None
-    if recorded is None or recorded != _hash_contents(contents):
+    if recorded is None or recorded != hash_values(replace_non_finite(contents)):
         raise RunError(f"{path}: not as it was written: its sha256 is wrong or missing; {remedy}")
     return contents
-
-
-def _hash_contents(contents: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(replace_non_finite(contents)).encode()).hexdigest()
 
 
 def replace_non_finite(value: Any) -> Any:

@@ -10,7 +10,6 @@ Each step is written atomically, so a repeated command resumes.
 
 import hashlib
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -25,6 +24,7 @@ from stackexp.files import (
     WRITE_REMEDY,
     create_folder_atomically,
     explain_failed_writes,
+    hash_values,
     hold_lock,
     read_json,
     read_json_lines,
@@ -54,7 +54,7 @@ def build_english(folder: Path, packages: PackageList, latest: bool = False) -> 
         folder.mkdir(parents=True, exist_ok=True)
         with hold_lock(folder / ".lock", f"building {folder}"):
             files = download_packages(packages.packages, folder / "packages", latest)
-            key = _hash([CLEANING_VERSION, packages.validation, packages.test, *map(asdict, files)])
+            key = hash_values([CLEANING_VERSION, packages.validation, packages.test, *map(asdict, files)])
             if not text.exists():
                 cleaned = clean_packages(files, folder / "cleaned")
                 with create_folder_atomically(text) as temporary:
@@ -65,14 +65,10 @@ def build_english(folder: Path, packages: PackageList, latest: bool = False) -> 
     return sources
 
 
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
 def clean_packages(files: dict[Package, Path], folder: Path) -> dict[Package, Path]:
     """Return a JSON Lines file of each package's documents in `folder`; write those that are missing."""
     folder.mkdir(exist_ok=True)
-    keys = {package: _hash([CLEANING_VERSION, asdict(package)])[:12] for package in files}
+    keys = {package: hash_values([CLEANING_VERSION, asdict(package)])[:12] for package in files}
     cleaned = {package: folder / f"{package.name}-{keys[package]}.jsonl" for package in files}
     missing = [package for package in files if not cleaned[package].exists()]
     for package in open_bar(missing, desc="cleaning packages", unit="package"):
@@ -95,7 +91,7 @@ def _clean_package(package: Package, deb: Path, path: Path) -> None:
 def _limit_bytes(documents: list[dict[str, str]], max_bytes: int) -> list[dict[str, str]]:
     """Return a random choice of documents, in order, that reaches `max_bytes`."""
     chosen, size = set(), 0
-    for _, index in sorted((_hash(document["text"]), index) for index, document in enumerate(documents)):
+    for _, index in sorted((hash_values(document["text"]), index) for index, document in enumerate(documents)):
         if size >= max_bytes:
             break
         chosen.add(index)
@@ -170,7 +166,7 @@ def _write_sets(folder: Path, cleaned: dict[Package, Path], packages: PackageLis
         write_json_lines(path, documents)
         texts = [document["text"] for document in documents]
         sizes[name] = {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
-        hashes.append([name, _hash(texts)])
+        hashes.append([name, hash_values(texts)])
 
     genres: dict[str, list[Package]] = {}
     for package in cleaned:
@@ -190,7 +186,7 @@ def _write_sets(folder: Path, cleaned: dict[Package, Path], packages: PackageLis
     for package in sorted(itertools.chain(*genres.values()), key=lambda package: package.name):
         training[package.name] = []
         for row in read_json_lines(cleaned[package], is_log=False):
-            is_mixed = int(_hash(row["text"])[:8], 16) % MIXED_SHARE == 0
+            is_mixed = int(hash_values(row["text"])[:8], 16) % MIXED_SHARE == 0
             (mixed if is_mixed else training[package.name]).append(row)
     mixed = list(unique.filter(mixed))
     if mixed:
@@ -200,5 +196,10 @@ def _write_sets(folder: Path, cleaned: dict[Package, Path], packages: PackageLis
     for name, rows in training.items():
         if documents := list(unique.filter(rows)):
             write(f"train/{name}", documents)
-    record = {"key": key, "sha256": _hash(hashes), "sets": sizes, "packages": [asdict(package) for package in cleaned]}
+    record = {
+        "key": key,
+        "sha256": hash_values(hashes),
+        "sets": sizes,
+        "packages": [asdict(package) for package in cleaned],
+    }
     write_json(folder / "sources.json", record)

@@ -12,8 +12,6 @@ Sets are never fully loaded into memory. A file in the cache is named after a ha
 it is never stale. It is written atomically under a lock, so only one of several processes converts.
 """
 
-import hashlib
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ from stackexp.data.tokenizer import (
     tokenize_pieces,
 )
 from stackexp.errors import RunError
-from stackexp.files import CACHE_REMEDY, compute_sha256, explain_failed_writes, get_cache_root, hold_lock
+from stackexp.files import CACHE_REMEDY, compute_sha256, explain_failed_writes, get_cache_root, hash_values, hold_lock
 
 log = logging.getLogger(__name__)
 
@@ -233,9 +231,8 @@ def convert_text(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
     if tokenizer is None:
         raise RunError(f"{path}: is text, but the model's tokenizer is unknown; set data.path to its training data")
     names = [[source.name, compute_sha256(Path(source.path))] for source in sources]  # the suffix is the format
-    digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-    key = [digest, compute_fingerprint(tokenizer)]
-    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    digest = hash_values(names)
+    name = hash_values([digest, compute_fingerprint(tokenizer)])[:16]
     target = get_cache_root() / "sets" / f"{path.name.split('.')[0]}-{name}.npy"
     with explain_failed_writes(target, CACHE_REMEDY):
         if (file := _open_complete(target)) is None:

@@ -5,7 +5,6 @@ Every machine with Python has it. The sets are capped so that a first run takes 
 
 import ast
 import hashlib
-import json
 import os
 import platform
 import shutil
@@ -21,7 +20,14 @@ from stackexp.data.shards import FORMAT_VERSION
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.data.units import write_documents
 from stackexp.errors import RunError
-from stackexp.files import CACHE_REMEDY, create_folder_atomically, explain_failed_writes, get_cache_root, hold_lock
+from stackexp.files import (
+    CACHE_REMEDY,
+    create_folder_atomically,
+    explain_failed_writes,
+    get_cache_root,
+    hash_values,
+    hold_lock,
+)
 from stackexp.terminal import open_bar
 
 TRAIN_BYTES, HELD_OUT_BYTES = 6_000_000, 200_000  # caps of UTF-8 text per set; the last file may exceed them
@@ -55,7 +61,7 @@ def prepare_stdlib(config: StdlibConfig) -> DataPaths:
         texts["train"] |= read_packages(Path(sysconfig.get_paths()["purelib"]), texts)
     held_out = {name: texts[name] for name in [*VALIDATION_NAMES, *TEST_NAMES]}
     settings = [FORMAT_VERSION, config.vocab_size, config.context_length, texts["train"], held_out]
-    key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    key = hash_values(settings)[:16]
     folder = get_cache_root() / f"stdlib-{key}"
     with explain_failed_writes(folder, CACHE_REMEDY):
         if not folder.is_dir():

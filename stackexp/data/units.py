@@ -5,7 +5,6 @@ the last tokens, which do not fill a sequence. The merge packs the tails of all 
 final name when it is complete, so a unit that exists is complete.
 """
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -43,6 +42,7 @@ from stackexp.errors import RunError
 from stackexp.files import (
     build_record,
     create_folder_atomically,
+    hash_values,
     read_json,
     sync_file,
     sync_folder,
@@ -75,8 +75,7 @@ class Unit:
 
 def name_unit(sources: Sequence[Source]) -> str:
     """Return the folder name of a unit, which depends on the names and sizes of its files."""
-    names = json.dumps([[source.name, source.size] for source in sources])
-    return f"unit.{hashlib.sha256(names.encode()).hexdigest()[:12]}"
+    return f"unit.{hash_values([[source.name, source.size] for source in sources])[:12]}"
 
 
 def read_unit(folder: Path) -> Unit:

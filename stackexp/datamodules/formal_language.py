@@ -1,7 +1,5 @@
 """Strings of a formal language: training batches sampled at each step, and one evaluation set per length."""
 
-import hashlib
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from stackexp.config.data import FormalLanguageConfig
 from stackexp.datamodules.base import ExperimentData, RankBatches, SetBatches, StepBatches
 from stackexp.errors import SetNameError
+from stackexp.files import hash_values
 from stackexp.tasks import TASKS, Task, TaskBatch
 
 # An evaluation set is sampled from the seed [length, 0, stage seed], a training batch from [seed, step], which numpy
@@ -36,8 +35,7 @@ class LengthSet:
     @property
     def identity(self) -> str:
         """A hash of all parameters that determine the strings."""
-        causes = [self.task.name, STAGE_SEEDS[self.stage], self.length, self.sequences]
-        return hashlib.sha256(json.dumps(causes).encode()).hexdigest()
+        return hash_values([self.task.name, STAGE_SEEDS[self.stage], self.length, self.sequences])
 
     @property
     def seed(self) -> list[int]:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import hashlib
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.datamodules.base import ExperimentData
 from stackexp.errors import FolderBusyError, RunError
 from stackexp.evaluation.scores import write_chunk_losses
-from stackexp.files import append_json_line, compute_sha256, read_json_lines
+from stackexp.files import append_json_line, compute_sha256, hash_values, read_json_lines
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import MANIFEST, RunFolder
@@ -130,11 +129,6 @@ def list_figure_options(config: ExperimentConfig) -> list[Any]:
     """Return the options that change the scores of a set, apart from the checkpoint and the contents of the set."""
     options = flatten_config(config)
     return [[key, options[key]] for key in sorted(options) if changes_scores(options, key)]
-
-
-def hash_values(values: list[Any]) -> str:
-    """Return a SHA-256 of values that JSON can represent."""
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def identify_checkpoint(checkpoint: Path) -> list:

@@ -29,8 +29,8 @@ from stackexp.evaluation.benchmarks.results import (
 )
 from stackexp.evaluation.benchmarks.tasks import TaskLoader, check_installed
 from stackexp.evaluation.loading import load_run
-from stackexp.evaluation.request import hash_values, identify_checkpoint, list_figure_options
-from stackexp.files import read_json
+from stackexp.evaluation.request import identify_checkpoint, list_figure_options
+from stackexp.files import hash_values, read_json
 from stackexp.models import checkpoints
 from stackexp.terminal import open_bar, wrap_text
 from stackexp.training.trainer import find_device_type

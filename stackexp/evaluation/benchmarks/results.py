@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from stackexp.errors import RunError
 from stackexp.files import hold_lock, read_hashed_json, write_hashed_json
+from stackexp.modules.scores import estimate_sampling_error
 from stackexp.tables import ABSENT, RULE, format_table
 
 VERSION = 1
@@ -107,12 +110,8 @@ def compute_mean(values: list[float]) -> tuple[float, float | None]:
 
 def compute_ratio(numerators: list[float], denominators: list[float]) -> tuple[float, float | None]:
     """Return sum / sum and its standard error by the delta method; None for a single pair."""
-    count, total = len(numerators), math.fsum(denominators)
-    ratio = math.fsum(numerators) / total
-    if count < 2:
-        return ratio, None
-    squares = math.fsum((a - ratio * b) ** 2 for a, b in zip(numerators, denominators, strict=True))
-    return ratio, math.sqrt(count / (count - 1) * squares) / total
+    error = estimate_sampling_error(np.array(numerators), np.array(denominators), is_independent=True)
+    return math.fsum(numerators) / math.fsum(denominators), error and error.standard_error
 
 
 def average_tasks(tasks: Mapping[str, TaskScores], name: str) -> tuple[float, float | None] | None:
