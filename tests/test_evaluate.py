@@ -153,7 +153,7 @@ def test_validation_samples_the_sets_evenly_and_the_result_has_full_sets(fitted,
     assert lines[-1]["val/v2/average/loss"] == pytest.approx(mean)
 
 
-def test_tensorboard_has_the_scores_at_the_checkpoint_step(fitted, group):
+def test_tensorboard_has_the_scores_at_the_checkpoint_step(fitted, group, capsys):
     def list_steps(tag: str) -> list[int]:
         events = EventAccumulator(str(fitted.path), size_guidance={"scalars": 0}).Reload()
         return sorted(e.step for e in events.Scalars(tag)) if tag in events.Tags()["scalars"] else []
@@ -182,8 +182,7 @@ def test_tensorboard_has_the_scores_at_the_checkpoint_step(fitted, group):
     with fitted.lock():  # as a running fit, whose event file is kept
         evaluate(fitted, "--sets", "v2")
     assert not list(fitted.path.glob("*.evaluation"))
-    events = EventAccumulator(str(fitted.path / "validate")).Reload()
-    assert [e.step for e in events.Scalars("val/whole/v2/a")] == [12]
+    assert f"note: {fitted.path} is in use, so TensorBoard does not get the scores" in capsys.readouterr().err
 
 
 def test_json_is_all_that_is_printed(fitted, capsys):

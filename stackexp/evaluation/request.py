@@ -1,11 +1,10 @@
 """Requests to `validate` and `test`, and their evaluation: set by set, so that after a kill only the rest is scored."""
 
-import contextlib
 import dataclasses
 import hashlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -79,21 +78,14 @@ class EvaluationRequest:
         is_ambiguous = any("/" in name or (path and name in named) for name, path in sets.items())
         return self.has_run_options and not is_ambiguous
 
-    @contextlib.contextmanager
-    def open_event_folder(self) -> Iterator[Path]:
-        """Lock and return the run folder, or return <run>/<stage> while the run is training.
-
-        TensorBoard reads the event files of a folder one after the other; after a new one, it would ignore that of the
-        running fit.
-        """
+    def write_events(self, write: Callable[[Path], None]) -> None:
+        """Call `write` with the run folder, unless it is training: TensorBoard would ignore its older event file."""
         assert self.run is not None
-        with contextlib.ExitStack() as stack:
-            folder = self.run.path
-            try:
-                stack.enter_context(self.run.lock())
-            except FolderBusyError:
-                folder = folder / self.stage
-            yield folder
+        try:
+            with self.run.lock():
+                write(self.run.path)
+        except FolderBusyError:
+            print(f"note: {self.run.path} is in use, so TensorBoard does not get the scores", file=sys.stderr)
 
     @cached_property
     def run_config(self) -> ExperimentConfig:

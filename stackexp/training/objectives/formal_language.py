@@ -117,8 +117,7 @@ class FormalLanguageObjective(Objective):
         write_hashed_json(path, record)
         is_main_test = request.stage == "test" and request.ckpt_path is None and path == request.output
         if is_main_test and request.should_write_events:
-            with request.open_event_folder() as folder:
-                _write_accuracy(folder, record)
+            request.write_events(lambda run: _write_accuracy(run, record))
         print(f"\nscores: {path}")
         return path
 

@@ -153,8 +153,7 @@ class LanguageModelingObjective(Objective):
             skip = request.run.find_logged_tags(record["step"])
             if request.sets:
                 skip |= {tag for tag in tag_scores(prefix, sets) if tag.endswith("/average")}  # a mean over other sets
-            with request.open_event_folder() as folder:
-                _write_scores(folder, request.stage, prefix, record["step"], sets, skip)
+            request.write_events(lambda run: _write_scores(run, request.stage, prefix, record["step"], sets, skip))
         print(f"\nscores: {request.output}")
         return request.output
 
