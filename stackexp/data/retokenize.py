@@ -103,7 +103,6 @@ class Retokenizer:
                 name = file.record.tokenizer[:16]
                 raise RunError(f"{file.path}: ids of another tokenizer ({name}) than {self.old.path}; {WRONG_IDS}")
         ends = {name: self._find_end_of_text(file) for name, file in files.items()}
-        self._report_ambiguous_ends(ends)
         with explain_failed_writes(folder, WRITE_REMEDY):
             folder.mkdir(parents=True, exist_ok=True)
             with (
@@ -153,16 +152,6 @@ class Retokenizer:
                 "documents, set --end-of-text"
             )
         return end
-
-    def _report_ambiguous_ends(self, ends: dict[str, int]) -> None:
-        """Report ids that end documents but are text to the tokenizer, such as two spaces in OLMo's oldest files."""
-        for end in sorted(set(ends.values()) - {self.end_of_text, get_end_of_text_id(self.old.tokenizer)}):
-            if text := self.old.tokenizer.id_to_token(end):
-                names = ", ".join(name for name, other in ends.items() if other == end)
-                print_line(
-                    f"note: id {end} ends the documents of {names}, but is also the token {text!r}, which therefore "
-                    "ends a document too; to use another id, set --end-of-text"
-                )
 
 
 def _describe_layout(file: TokenFile) -> str:
