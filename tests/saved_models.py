@@ -18,7 +18,7 @@ QUICKSTART = compose(["quickstart"])
 
 def make_state(config=QUICKSTART, step: int = 3, **changes: Any) -> dict[str, Any]:
     """Return the part of `state.pt` that these tests read."""
-    state = {"version": checkpoints.VERSION, "config": to_dict(config)}
+    state = {"version": checkpoints.CHECKPOINT_VERSION, "config": to_dict(config)}
     return {"global_step": step, "stackexp": state | changes}
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stackexp.datamodules.formal_language import build_batch
+from stackexp.datamodules.formal_language import build_string_batch
 from stackexp.tasks import TASKS
 
 ORDERS = {"s3": (6, False), "z60": (60, True), "a4_z5": (60, False), "a5": (60, False), "s5": (120, False)}
@@ -42,7 +42,7 @@ def test_groups_have_their_order_and_commutators(group, order, commutes):
 def test_a_task_with_answers_at_every_token_has_no_empty_tokens():
     task = TASKS["word_problem_s3"]
     strings = task.sample(np.random.default_rng(1), 3, 7)
-    batch = build_batch(strings, task)
+    batch = build_string_batch(strings, task)
     assert (batch["tokens"].numpy() == strings.inputs).all()
     assert batch["targets"].shape == batch["mask"].shape == batch["tokens"].shape == (3, 7)
     assert (task.vocab_size, task.count_tokens(7)) == (6, 7)

@@ -20,7 +20,7 @@ from stackexp.config.memory import (
     ValueSkipConfig,
 )
 from stackexp.data.tokenizer import train_tokenizer
-from stackexp.datamodules.formal_language import LengthSet, build_batch
+from stackexp.datamodules.formal_language import LengthSet, build_string_batch
 from stackexp.errors import ConfigError, RunError
 from stackexp.inspection.inspect import average_values, draw_maps, format_means, format_page, open_text
 from stackexp.inspection.interventions import (
@@ -256,7 +256,7 @@ def test_a_memory_with_its_output_dropped_is_the_plain_transformer(kind):
 def test_positions_without_a_target_do_not_count():
     """Most positions of MQAR have none."""
     task = TASKS["mqar_4"]
-    batch = build_batch(LengthSet(task, "validate", 64, 2).sample(), task)
+    batch = build_string_batch(LengthSet(task, "validate", 64, 2).sample(), task)
     model = make_model(vocab_size=task.vocab_size, output_vocab_size=task.num_answer_symbols)
     losses, counts = compute_losses(model, [batch])
     assert counts.tolist() == [4.0, 4.0]

@@ -11,7 +11,7 @@ from small_models import make_model, make_tokens
 
 from stackexp import cli
 from stackexp.config.model import LSTMConfig, StackRNNConfig
-from stackexp.datamodules.formal_language import build_batch
+from stackexp.datamodules.formal_language import build_string_batch
 from stackexp.inspection.states import (
     STATES,
     WINDOW,
@@ -195,7 +195,7 @@ def test_batches_do_not_change_logits(monkeypatch):
     strings = draw("reverse_string")
     monkeypatch.setattr("stackexp.inspection.states.MAX_TOKENS", 100)
     logits, traced = run_model(model, task, strings)
-    output = model(build_batch(strings, task)["tokens"])
+    output = model(build_string_batch(strings, task)["tokens"])
     torch.testing.assert_close(logits, output.logits[:, -21:])
     assert traced.keys() == {"hidden"}
     assert traced["hidden"].shape == (8, 42, 8)

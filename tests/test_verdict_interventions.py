@@ -13,7 +13,7 @@ import yaml
 from torch.nn.functional import cross_entropy
 
 from stackexp.cli import main
-from stackexp.datamodules.formal_language import LengthSet, build_batch
+from stackexp.datamodules.formal_language import LengthSet, build_string_batch
 from stackexp.evaluation.loading import load_run
 from stackexp.files import write_hashed_json
 from stackexp.inspection.inspect import open_set
@@ -94,7 +94,7 @@ def test_interventions_on_formal_languages_use_all_validation_strings(tmp_path, 
 
     run, losses = load_run(trained, "last"), []
     strings = [
-        build_batch(LengthSet(TASKS["parity_check"], "validate", n, 4).sample(), TASKS["parity_check"])
+        build_string_batch(LengthSet(TASKS["parity_check"], "validate", n, 4).sample(), TASKS["parity_check"])
         for n in range(41, 61)
     ]
     for _ in range(2):

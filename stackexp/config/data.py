@@ -170,7 +170,7 @@ class StdlibConfig(DataConfig):
     """Also train on the source code of installed packages, up to 24 MB in all, without repeated files."""
 
 
-SYMBOLS = (*"0123456789+*=", "<|endoftext|>")
+ARITHMETIC_SYMBOLS = (*"0123456789+*=", "<|endoftext|>")
 """The symbol of each token id. The last one ends an answer and fills it up to the longest."""
 OPERATORS = {"addition": "+", "multiplication": "*"}
 ANSWER_LENGTHS = {"addition": 3, "multiplication": 4}
@@ -188,7 +188,7 @@ class ArithmeticConfig:
 
     objective: ClassVar[str] = "arithmetic"
     lengths_vary: ClassVar[bool] = False
-    vocab_size: ClassVar[int] = len(SYMBOLS)
+    vocab_size: ClassVar[int] = len(ARITHMETIC_SYMBOLS)
 
     kind: str = "arithmetic"
     operation: str = option("addition", choices=tuple(OPERATORS), changes_scores=True)

@@ -9,7 +9,7 @@ from stackexp.config.registry import get_entry, register
 FLASH_KERNELS = ("varlen", "flash_attn")
 """Choices of `model.attention` that are CUDA kernels in half precision."""
 
-SYMBOLS = {"model.memory.num_heads": "H", "model.memory.head_dim": "d_s", "model.memory.num_slots": "S"}
+PAPER_SYMBOLS = {"model.memory.num_heads": "H", "model.memory.head_dim": "d_s", "model.memory.num_slots": "S"}
 """The paper's notation, for trial names, tables and figures."""
 
 

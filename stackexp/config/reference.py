@@ -14,7 +14,7 @@ from typing import Any
 from stackexp.config.affects import get_default
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.fields import describe_type, find_dataclass
-from stackexp.config.model import SYMBOLS
+from stackexp.config.model import PAPER_SYMBOLS
 from stackexp.config.registry import SECTIONS, get_entry, list_kinds
 from stackexp.errors import ConfigError, suggest_name
 from stackexp.tables import format_table
@@ -45,7 +45,7 @@ def explain(name: str) -> str:
     The last part of a key is enough, or a symbol of the paper such as d_s. Raises ConfigError for unknown keys.
     """
     known = list_keys()
-    meant = {symbol: key for key, symbol in SYMBOLS.items()} | OTHER_NAMES
+    meant = {symbol: key for key, symbol in PAPER_SYMBOLS.items()} | OTHER_NAMES
     if inside := [key for key in known if key.name.startswith(f"{name}.")]:
         rows = [(key.name, key.kind, key.default, key.description) for key in inside]
         return format_table(rows, header=("key", "kind", "default", "description"))

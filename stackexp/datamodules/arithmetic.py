@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from stackexp.config.data import OPERATORS, PROBLEM_LENGTH, SYMBOLS, ArithmeticConfig
+from stackexp.config.data import ARITHMETIC_SYMBOLS, OPERATORS, PROBLEM_LENGTH, ArithmeticConfig
 from stackexp.datamodules.base import ExperimentData, RankBatches, SetBatches, StepBatches
 from stackexp.errors import ConfigError, SetNameError
 
@@ -60,7 +60,7 @@ class ArithmeticData(ExperimentData):
         """Return this rank's rows of the batch at an optimizer step >= 1; they depend only on seed and step."""
         rank, world_size = self.rank_and_world_size
         numbers = np.random.default_rng([self.seed, step]).integers(len(self._problems), size=self.config.batch_size)
-        return build_batch(self._problems, numbers[rank::world_size], self.config.answer_length)
+        return build_problem_batch(self._problems, numbers[rank::world_size], self.config.answer_length)
 
     @cached_property
     def _problems(self) -> np.ndarray:
@@ -79,10 +79,10 @@ class ArithmeticData(ExperimentData):
         return SetBatches(lambda: problems, self._build_evaluation_batch, batches)
 
     def _build_evaluation_batch(self, problems: np.ndarray, index: np.ndarray) -> dict[str, Any]:
-        return build_batch(problems, index, self.config.answer_length)
+        return build_problem_batch(problems, index, self.config.answer_length)
 
 
-def build_batch(problems: np.ndarray, index: np.ndarray, answer_length: int) -> dict[str, Any]:
+def build_problem_batch(problems: np.ndarray, index: np.ndarray, answer_length: int) -> dict[str, Any]:
     """Return tokens [B, T], targets [B, O] and index [B] of the problems with these numbers."""
     rows = torch.from_numpy(problems[index])
     return {"tokens": rows[:, :-1], "targets": rows[:, -answer_length:], "index": torch.from_numpy(index)}
@@ -112,15 +112,16 @@ def encode_problems(operation: str, answer_length: int, is_reversed: bool) -> np
     results = [a + b if operation == "addition" else a * b for a, b in pairs]
     answers = [str(result)[::-1] if is_reversed else str(result) for result in results]
     texts = [f"{a}{OPERATORS[operation]}{b}={answer}" for (a, b), answer in zip(pairs, answers, strict=True)]
-    end, length = len(SYMBOLS) - 1, PROBLEM_LENGTH + answer_length
-    ids = [[SYMBOLS.index(symbol) for symbol in text] for text in texts]
+    end, length = len(ARITHMETIC_SYMBOLS) - 1, PROBLEM_LENGTH + answer_length
+    ids = [[ARITHMETIC_SYMBOLS.index(symbol) for symbol in text] for text in texts]
     return np.array([row + [end] * (length - len(row)) for row in ids])
 
 
 def build_tokenizer() -> Tokenizer:
     """Build the tokenizer with one token for each symbol."""
-    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token=SYMBOLS[-1]))
-    tokenizer.add_special_tokens([SYMBOLS[-1]])
+    ids, end = {symbol: i for i, symbol in enumerate(ARITHMETIC_SYMBOLS)}, ARITHMETIC_SYMBOLS[-1]
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=end))
+    tokenizer.add_special_tokens([end])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
@@ -128,7 +129,7 @@ def build_tokenizer() -> Tokenizer:
 
 def check_symbols(option: str, text: str) -> None:
     """Raise ConfigError for a symbol that arithmetic does not have. `option` names where the text was given."""
-    symbols = SYMBOLS[:-1]  # the last one ends an answer; a text cannot contain it
+    symbols = ARITHMETIC_SYMBOLS[:-1]  # the last one ends an answer; a text cannot contain it
     unknown = next((symbol for symbol in text if symbol not in symbols), None)
     if unknown:
         known = " ".join(symbols).replace(" ".join("0123456789"), "0-9")

@@ -89,7 +89,7 @@ class FormalLanguageData(ExperimentData):
         strings = self.task.sample(rng, self.config.batch_size, length, self.config.loop_fraction)
         counted = float(strings.mask.sum()) / world_size
         rows = TaskBatch(*(part[rank::world_size] for part in strings))
-        return build_batch(rows, self.task) | {"length": length, "max_length": max_length, "counted": counted}
+        return build_string_batch(rows, self.task) | {"length": length, "max_length": max_length, "counted": counted}
 
     def train_dataloader(self) -> StepBatches:
         """Return an endless loader that starts after the trainer's current step."""
@@ -102,7 +102,7 @@ class FormalLanguageData(ExperimentData):
 
     def _build_evaluation_batch(self, strings: TaskBatch, index: np.ndarray) -> dict[str, Any]:
         rows = TaskBatch(*(part[index] for part in strings))  # padding repeats the last string
-        return build_batch(rows, self.task) | {"index": torch.from_numpy(index)}
+        return build_string_batch(rows, self.task) | {"index": torch.from_numpy(index)}
 
 
 def compute_max_length(config: FormalLanguageConfig, step: int) -> int:
@@ -113,7 +113,7 @@ def compute_max_length(config: FormalLanguageConfig, step: int) -> int:
     return start + (config.max_length - start) * (step - 1) // config.curriculum_steps
 
 
-def build_batch(strings: TaskBatch, task: Task) -> dict[str, torch.Tensor]:
+def build_string_batch(strings: TaskBatch, task: Task) -> dict[str, torch.Tensor]:
     """Return tokens [B, L + O] (the symbols, then O empty tokens), targets [B, O] and mask [B, O].
 
     A task that answers at every token has tokens [B, O], without empty tokens.

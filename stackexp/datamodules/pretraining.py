@@ -24,7 +24,7 @@ from stackexp.errors import RunError, SetNameError
 
 SHUFFLE_BLOCK = 4_000_000  # sequences over all canonical nodes; the library's default, which determines the order
 MIN_SHUFFLE_BLOCK = 1 << 18  # sequences per canonical node
-SECTIONS = {"validate": "validation", "test": "test"}  # stage -> section of the data config
+SET_SECTIONS = {"validate": "validation", "test": "test"}  # stage -> section of the data config
 
 
 class PretrainingData(ExperimentData):
@@ -63,7 +63,7 @@ class PretrainingData(ExperimentData):
             SetNameError: If a name is unknown or given twice.
         """
         needs_config = not all("=" in name for name in names)
-        section = f"data.{SECTIONS[stage]}"
+        section = f"data.{SET_SECTIONS[stage]}"
         known = check_requested_sets(names, self._evaluation_paths(stage) if needs_config else None, section)
         selected: dict[str, Path] = {}
         for name in names:
@@ -101,7 +101,7 @@ class PretrainingData(ExperimentData):
             seed = self.seed if self.config.shuffle_seed is None else self.config.shuffle_seed
             self.train_set = TrainingSet(self.config, self.data_paths().train, seed)
         if not (self.list_set_paths(eval_stage) or self.skipped_sets or self.train_set):
-            section = SECTIONS[eval_stage]
+            section = SET_SECTIONS[eval_stage]
             raise RunError(f"no {section} sets; add one with data.{section}.NAME=PATH")
         self._load_tokenizer(eval_stage)
         self.eval_limit = self.config.eval_sequences if stage == "fit" else None

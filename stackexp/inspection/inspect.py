@@ -16,7 +16,7 @@ from stackexp.data.evaluation_sets import EvaluationSet
 from stackexp.data.token_files import Chunks
 from stackexp.datamodules.arithmetic import check_symbols
 from stackexp.datamodules.base import ExperimentData
-from stackexp.datamodules.formal_language import LengthSet, build_batch
+from stackexp.datamodules.formal_language import LengthSet, build_string_batch
 from stackexp.errors import ConfigError, SetNameError
 from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.loading import LoadedRun, load_run
@@ -219,7 +219,7 @@ def open_task(run: LoadedRun, name: str) -> InspectionInput:
     if length and not (length.isascii() and length.isdigit() and shortest <= int(length) <= MAX_LENGTH):
         raise ConfigError(f"inspect: --task {name}:{length}: the length must be from {shortest} to {MAX_LENGTH}")
     strings = LengthSet(TASKS[name], "validate", int(length or run.config.data.max_length), STRINGS)
-    batch = build_batch(strings.sample(), strings.task)
+    batch = build_string_batch(strings.sample(), strings.task)
     symbols = strings.task.symbols
     labels = [symbols[token] if token < len(symbols) else "_" for token in batch["tokens"][0].tolist()]
     return InspectionInput(f"{name}, {strings.length} symbols", f"task-{name}-{strings.length}", [batch], labels)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from stackexp.datamodules.formal_language import LengthSet, build_batch
+from stackexp.datamodules.formal_language import LengthSet, build_string_batch
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.loading import load_run
 from stackexp.models.memories.stack import StackMemory
@@ -217,7 +217,7 @@ def run_model(model: Any, task: Task, strings: TaskBatch) -> tuple[Tensor, dict[
     num_rows = max(1, MAX_TOKENS // task.count_tokens(strings.inputs.shape[1]))
     logits, traces = [], []
     for start in range(0, len(strings.inputs), num_rows):
-        batch = build_batch(TaskBatch(*(part[start : start + num_rows] for part in strings)), task)
+        batch = build_string_batch(TaskBatch(*(part[start : start + num_rows] for part in strings)), task)
         with trace_stacks(model) as traced:
             hidden = model(batch["tokens"], return_hidden=True).hidden
         logits.append(F.linear(hidden[:, -batch["targets"].shape[1] :], *model.output_head))

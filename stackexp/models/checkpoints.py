@@ -50,7 +50,7 @@ from stackexp.files import make_temporary_path, sync_file, sync_folder
 from stackexp.models.sharding import copy_full_
 from stackexp.runs import MANIFEST, RunFolder, check_step, damaged_error, verify_manifest, write_manifest
 
-VERSION = 3
+CHECKPOINT_VERSION = 3
 POLL_SECONDS = 1.0
 STATE = "state.pt"
 EMA = "ema"  # see `split_path`
@@ -209,7 +209,7 @@ def load_state(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or not isinstance(state.get("stackexp"), dict):
         raise RunError(f"{path}: not a stackexp checkpoint (no `stackexp` entry in {STATE}); choose another one")
     version = state["stackexp"].get("version")
-    if version != VERSION:
+    if version != CHECKPOINT_VERSION:
         raise RunError(f"{path}: checkpoint version {version} is not supported; use the stackexp that wrote it")
     check_step(path, state["global_step"])
     return state

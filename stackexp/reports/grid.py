@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from stackexp.config.affects import flatten_config
-from stackexp.config.model import SYMBOLS
+from stackexp.config.model import PAPER_SYMBOLS
 from stackexp.errors import RunError
 from stackexp.frame import read_run
 from stackexp.reports.arms import group_bigrams
@@ -22,7 +22,7 @@ from stackexp.sweeps.sweep import COPY, Sweep, load_last_run
 from stackexp.sweeps.trials import Trial, read_objective
 from stackexp.tables import ABSENT
 
-KEYS = {symbol: key for key, symbol in SYMBOLS.items()}
+KEYS = {symbol: key for key, symbol in PAPER_SYMBOLS.items()}
 """H, d_s and S -> their config keys."""
 MEANINGS = {"H": "stack heads", "d_s": "slot size", "S": "stack slots"}
 LOSSES = {"training loss": "train_loss", "validation loss": "val/average/loss"}
@@ -148,7 +148,7 @@ def describe_fixed(values: Values, key: str) -> str:
 
 def plot_losses(axes: Any, key: str, results: Sequence[TrialSummary]) -> None:
     """Plot the losses of the results, which are sorted by `key`, with their standard deviations."""
-    symbol = SYMBOLS.get(key)
+    symbol = PAPER_SYMBOLS.get(key)
     numbers = [result["values"][key] for result in results]
     for title, fmt in zip(_list_titles(results), ("o-", "s--"), strict=False):
         points = [(n, r["losses"][title]) for n, r in zip(numbers, results, strict=True) if title in r["losses"]]
@@ -206,7 +206,7 @@ def draw_grid(results: Sequence[TrialSummary], center: Values, varied: Sequence[
 
     if not all(select_results(results, key, center) for key in varied):  # not finished
         center = {}
-    has_maps = len(SYMBOLS.keys() & set(varied)) > 1
+    has_maps = len(PAPER_SYMBOLS.keys() & set(varied)) > 1
     figure: Any = Figure(figsize=(max(9.5, 3.2 * len(varied)), 6.4 if has_maps else 3.2), layout="constrained")
     top, bottom = figure.subfigures(2, 1) if has_maps else (figure, None)
     for axes, key in zip(top.subplots(1, len(varied), squeeze=False)[0], varied, strict=True):

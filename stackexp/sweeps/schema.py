@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
 from stackexp.config.fields import Errors, option
-from stackexp.config.model import SYMBOLS
+from stackexp.config.model import PAPER_SYMBOLS
 from stackexp.config.yaml_files import Leaf, read_value
 from stackexp.errors import ConfigError, suggest_name
 from stackexp.metric_tags import AVERAGE_LOSS
@@ -200,8 +200,8 @@ def format_label(values: Values) -> str:
 def shorten_keys(keys: Iterable[str]) -> dict[str, str]:
     """Return key -> the paper's symbol, or the shortest ending that is unique among the keys."""
     keys = list(dict.fromkeys(keys))
-    plain = [key for key in keys if key not in SYMBOLS]
-    return {key: SYMBOLS.get(key) or _shortest_ending(key, plain) for key in keys}
+    plain = [key for key in keys if key not in PAPER_SYMBOLS]
+    return {key: PAPER_SYMBOLS.get(key) or _shortest_ending(key, plain) for key in keys}
 
 
 def _shortest_ending(key: str, keys: list[str]) -> str:

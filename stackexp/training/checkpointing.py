@@ -32,13 +32,13 @@ from stackexp.datamodules.base import check_resumable
 from stackexp.errors import DamagedCheckpointError, RunError, StoppedError, first_line
 from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS, TRAIN_LOSS
 from stackexp.models import checkpoints
-from stackexp.models.checkpoints import VERSION, CheckpointWriter
+from stackexp.models.checkpoints import CHECKPOINT_VERSION, CheckpointWriter
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, damaged_error, format_checkpoint_name, remove_checkpoint, write_validation
 from stackexp.training.callbacks.steps import StepCallback
 from stackexp.training.lightning_internals import has_position, rescale_progress
 from stackexp.training.signals import StopRequest
-from stackexp.training.watchdog import note_progress
+from stackexp.training.watchdog import restart_timeouts
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
 
     def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         # On a slow disk, writing a checkpoint can take longer than a timeout.
-        self._writer.note_progress = lambda: note_progress(trainer, self._stop)
+        self._writer.note_progress = lambda: restart_timeouts(trainer, self._stop)
         if trainer.is_global_zero:
             self._tokenizer_sha256 = self._folder.read_tokenizer_hash()
 
@@ -148,7 +148,7 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
         super().on_save_checkpoint(trainer)
         device = trainer.strategy.root_device
         checkpoint["stackexp"] = {
-            "version": VERSION,
+            "version": CHECKPOINT_VERSION,
             "config": to_dict(module.config),
             "accumulate_grad_batches": module.config.accumulate_grad_batches,
             "is_ended": trainer.should_stop,  # by a callback

@@ -28,7 +28,7 @@ from torch.utils.tensorboard.summary import hparams, scalar
 
 from stackexp.config.affects import flatten_config
 from stackexp.config.experiment import LOGGERS, ExperimentConfig
-from stackexp.config.model import SYMBOLS
+from stackexp.config.model import PAPER_SYMBOLS
 from stackexp.config.registry import build_class
 from stackexp.errors import ConfigError
 from stackexp.files import write_atomically
@@ -36,7 +36,7 @@ from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
 from stackexp.runs import RunFolder
 
 EVALUATION = ".evaluation"  # suffix of the event files of `validate` and `test`, which a resumed run keeps
-HPARAM_NAMES = SYMBOLS | {"model.memory.kind": "Memory"}
+HPARAM_NAMES = PAPER_SYMBOLS | {"model.memory.kind": "Memory"}
 NOT_TAGS = ("step", "tokens", "time")
 FINAL_LOSS = "train/final_loss"
 HEAT_MAP_SECONDS = 60  # at least, between two drawings

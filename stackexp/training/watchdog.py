@@ -29,7 +29,7 @@ FAULT = "fault"
 FIRST_RANK_GONE = "rank 0 is gone: it does not answer"
 
 
-def note_progress(trainer: pl.Trainer, stop: StopRequest) -> None:
+def restart_timeouts(trainer: pl.Trainer, stop: StopRequest) -> None:
     """Restart the timeouts of a run without progress."""
     stop.note_progress()
     for callback in trainer.callbacks:

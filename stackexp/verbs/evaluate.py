@@ -64,7 +64,7 @@ class Evaluate(Verb):
         else:
             folder = Path(args.model.removeprefix(PREFIX))
             model = engine.open_hugging_face_model(folder, args.batch_size, args.trust_remote_code)
-        engine.evaluate(model, options)
+        engine.score_benchmarks(model, options)
         return 0
 
 

@@ -105,7 +105,7 @@ def open_hugging_face_model(folder: Path, batch_size: int, trust_remote_code: bo
     return BenchmarkModel(lambda _: load_hugging_face_model(folder, batch_size, trust_remote_code), folder, files)
 
 
-def evaluate(model: BenchmarkModel, options: BenchmarkOptions) -> None:
+def score_benchmarks(model: BenchmarkModel, options: BenchmarkOptions) -> None:
     """Score the model on every task, then print the scores and write them.
 
     lm-eval caches each response next to the output until the scores are written, so after a kill the same command

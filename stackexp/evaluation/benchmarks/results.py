@@ -14,7 +14,7 @@ from stackexp.files import hold_lock, read_hashed_json, write_hashed_json
 from stackexp.modules.scores import estimate_sampling_error
 from stackexp.tables import ABSENT, RULE, format_table
 
-VERSION = 1
+BENCHMARKS_VERSION = 1
 FILE = "benchmarks.json"
 
 
@@ -81,7 +81,7 @@ def read_evaluations(path: Path) -> list[BenchmarkEvaluation]:
         return []
     remedy = "delete it and run `evaluate` again"
     record = read_hashed_json(path, remedy)
-    if record.get("version") != VERSION:
+    if record.get("version") != BENCHMARKS_VERSION:
         raise RunError(f"{path}: not a file of this version; {remedy}")
     return [
         BenchmarkEvaluation(
@@ -100,7 +100,7 @@ def add_evaluation(path: Path, new: BenchmarkEvaluation) -> None:
             evaluations.remove(same)
             new = dataclasses.replace(new, tasks=dict(sorted((same.tasks | new.tasks).items())))
         entries = [dataclasses.asdict(entry) for entry in [*evaluations, new]]
-        write_hashed_json(path, {"version": VERSION, "evaluations": entries})
+        write_hashed_json(path, {"version": BENCHMARKS_VERSION, "evaluations": entries})
 
 
 def compute_mean(values: list[float]) -> tuple[float, float | None]:

@@ -15,7 +15,7 @@ from stackexp.runs import RunFolder
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.callbacks.steps import StepCallback, Throughput, raise_if_stopped
 from stackexp.training.signals import StopRequest
-from stackexp.training.watchdog import note_progress
+from stackexp.training.watchdog import restart_timeouts
 
 
 @isolate_rng()  # lm-eval draws random numbers for each task name
@@ -90,7 +90,7 @@ class Downstream(StepCallback, pl.callbacks.Checkpoint):
             batch_size=config.evaluation.batch_size,
             precision=config.trainer.precision,
             is_sharded=config.trainer.is_sharded,
-            after_batch=lambda done, total: note_progress(trainer, self._stop),
+            after_batch=lambda done, total: restart_timeouts(trainer, self._stop),
         )
         metrics: dict[str, float] = {}
         for task in self._tasks:
@@ -98,7 +98,7 @@ class Downstream(StepCallback, pl.callbacks.Checkpoint):
                 raise_if_stopped(self._stop, module.device)
             scores = score_task(lm, task, config.evaluation.limit)
             metrics |= {f"{DOWNSTREAM}/{task.task_name}/{name}": value for name, value in scores.flatten().items()}
-            note_progress(trainer, self._stop)
+            restart_timeouts(trainer, self._stop)
         self._metrics_log.write(trainer, module, metrics)
         for callback in trainer.callbacks:
             if isinstance(callback, Throughput):
