@@ -58,6 +58,8 @@ TOKEN_MEMORIES = {
 }
 """The other memories over the tokens."""
 
+MEMORIES = VARIANTS | STACKS | TOKEN_MEMORIES
+
 
 def make_model(memory: Any = None, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any) -> Transformer:
     """Build a decoder of three layers; `memory` is a config, or the options of a stack with three slots."""

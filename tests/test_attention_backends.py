@@ -5,12 +5,10 @@ On a CPU, plain torch functions replace the CUDA kernels.
 
 import functools
 import sys
-from types import ModuleType
 
 import pytest
 import torch
-from attention_models import END, STACK, TOKENS, make_model
-from torch.nn import functional as F
+from attention_models import BACKENDS, END, STACK, TOKENS, make_model, replace_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackexp.config.compose import compose
@@ -19,57 +17,12 @@ from stackexp.datamodules.token_stream import collate
 from stackexp.models import attention
 from stackexp.models.generation import generate
 from stackexp.models.recomputation import SAVED_OPERATOR_PREFIXES
-from stackexp.models.transformer import Cache
 from stackexp.training.loop import describe_kernels
-
-BACKENDS = ["flex", "varlen", "varlen of torch 2.11", "flash_attn"]
-
-
-def build_window_mask(length, window_size):
-    """Return the attention mask of a window, bool [T, T]: (keys before, keys after) each query; -1 means all."""
-    ahead = torch.arange(length) - torch.arange(length)[:, None]
-    before, after = (length if size == -1 else size for size in window_size)
-    return (ahead >= -before) & (ahead <= after)
-
-
-def packed_attention(q, k, v, starts_q, starts_k, longest_q, longest_k, causal, window_size=(-1, -1)):
-    """Compute the result of a packed-sequence kernel, [tokens, heads, D], one sequence at a time."""
-    assert causal == (window_size[1] == 0)
-    assert q.shape[0] == k.shape[0] == starts_q[-1]
-    assert starts_q is starts_k
-    assert starts_q.dtype == torch.int32
-    pieces = []
-    for start, stop in zip(starts_q.tolist()[:-1], starts_q.tolist()[1:], strict=True):
-        assert 0 <= stop - start <= min(longest_q, longest_k)
-        inputs = (x[start:stop].transpose(0, 1)[None] for x in (q, k, v))
-        mask = build_window_mask(int(stop - start), window_size)
-        y = F.scaled_dot_product_attention(*inputs, mask, enable_gqa=q.shape[1] != k.shape[1])
-        pieces.append(y[0].transpose(0, 1))
-    return torch.cat(pieces)
-
-
-def varlen_attn(q, k, v, starts_q, starts_k, longest_q, longest_k, *, window_size, enable_gqa=False):
-    assert enable_gqa == (q.shape[1] != k.shape[1])
-    return packed_attention(q, k, v, starts_q, starts_k, longest_q, longest_k, window_size[1] == 0, window_size)
-
-
-def flash_attn_func(q, k, v, *, causal, window_size):
-    assert causal == (window_size[1] == 0)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # input is [B, T, heads, D]
-    mask = build_window_mask(q.shape[2], window_size)
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
 
 
 @pytest.fixture(autouse=True)
 def replacement_kernels(monkeypatch):
-    """Replace the CUDA kernels by name and signature, and enable the flex_attention backward pass on a CPU."""
-    package = ModuleType("flash_attn")
-    package.flash_attn_func, package.flash_attn_varlen_func = flash_attn_func, packed_attention
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    monkeypatch.setattr(attention, "check_backend", lambda *_: None)
-    monkeypatch.setattr(attention, "_require_backward", lambda *_: None)
+    replace_kernels(monkeypatch)
 
 
 def test_document_bounds_are_document_starts():
@@ -84,19 +37,6 @@ def test_document_bounds_are_document_starts():
     batch = collate(samples, END)
     assert torch.equal(batch["document_bounds"], find_document_bounds(batch["documents"]))
     assert "document_bounds" not in collate(samples)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("memory", "has_bounds"), [(None, True), (STACK, False)])
-def test_packed_documents_match_separate_documents(backend, memory, has_bounds):
-    model = make_model(backend, memory)
-    documents = compute_document_ids(TOKENS, END)
-    found = find_document_bounds(documents) if has_bounds else None
-    together = model(TOKENS, documents=documents, document_bounds=found).logits
-    for row, numbers, logits in zip(TOKENS, documents, together, strict=True):
-        for number in numbers.unique():
-            torch.testing.assert_close(logits[numbers == number], model(row[numbers == number][None]).logits[0])
-    assert not torch.allclose(together, model(TOKENS).logits), "the document mask must change the logits"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -128,37 +68,14 @@ def test_flex_alibi_matches_sdpa(causal, has_documents):
     torch.testing.assert_close(got(TOKENS, documents=documents).logits, wanted(TOKENS, documents=documents).logits)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@torch.no_grad()
-def test_cached_logits_match_full_forward(backend):
-    model, cache = make_model(backend, STACK).eval(), Cache()
-    logits = torch.cat([model(part, cache).logits for part in TOKENS.split([5, 1, 3], 1)], 1)
-    torch.testing.assert_close(logits, model(TOKENS).logits)
-    assert generate(model, TOKENS[:, :3], 4).shape == (2, 7)
-
-
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
+@pytest.mark.parametrize("backend", ["flex", "varlen", "flash_attn"])
 def test_generation_uses_sdpa(backend, window):
     """The CUDA kernels need bfloat16, but a text sample is drawn in the dtype of the weights, maybe on a CPU."""
     wanted, got = (make_model(b, STACK, attention_window=window) for b in ("sdpa", backend))
     for layer in got.layers:
         layer.attention.attend = None
     assert torch.equal(generate(got, TOKENS, 4, temperature=0), generate(wanted, TOKENS, 4, temperature=0))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("recompute", [True, "selective"])
-def test_recomputation_preserves_gradients(backend, recompute):
-    model, documents = make_model(backend, STACK), compute_document_ids(TOKENS, END)
-    gradients = []
-    for model.checkpoint_blocks in (False, recompute):
-        loss = model(TOKENS, documents=documents).logits.logsumexp(-1).sum()
-        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
-    if recompute == "selective":  # a dispatch mode: the stack is updated by plain torch, not by compiled code
-        torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-13)
-    else:
-        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 class KernelCalls(TorchDispatchMode):

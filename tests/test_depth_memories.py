@@ -4,8 +4,6 @@ import pytest
 import torch
 from stack_memories import decoder_config
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from stackexp.config.memory import (
     AttentionResidualConfig,
@@ -16,9 +14,9 @@ from stackexp.config.memory import (
     ResidualStackConfig,
     ValueSkipConfig,
 )
-from stackexp.errors import RunError
 from stackexp.models.memories.hyper_connections import normalize_sinkhorn
-from stackexp.models.transformer import Cache, Transformer
+from stackexp.models.transformer import Transformer
+from stackexp.models.warm_start import init_identity
 
 MEMORIES = {
     "attention_residual": AttentionResidualConfig(),
@@ -46,17 +44,6 @@ def build_model(memory, is_random=True):
             for parameter in memory.parameters():
                 parameter.data.add_(0.3 * torch.randn_like(parameter))
     return model
-
-
-@pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
-def test_matrix_products_are_counted_once(memory):
-    """The prediction also has elementwise operations, which only the value skip lacks."""
-    model = build_model(memory)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(TOKENS).logits.sum().backward()
-    counted, predicted = counter.get_total_flops() / TOKENS.numel(), model.flops_per_token(TOKENS.shape[1])
-    assert counted <= predicted <= 1.2 * counted
-    assert predicted == counted or not isinstance(memory, ValueSkipConfig)
 
 
 def record_sublayers(model):
@@ -197,57 +184,10 @@ def test_sinkhorn_ends_with_the_rows_as_in_the_paper():
 def test_models_start_as_the_plain_transformer(name):
     """The streams of hyper-connections are summed or averaged, and the last norm removes that factor."""
     plain, model = build_model(None), build_model(MEMORIES[name], is_random=False)
-    torch.testing.assert_close(model(TOKENS).logits, plain(TOKENS).logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", MEMORIES)
-def test_every_parameter_gets_a_gradient(name):
-    model = build_model(MEMORIES[name])
-    model(TOKENS).logits.logsumexp(-1).square().sum().backward()
-    without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 1e-12]
-    first = "layers.0.attention_memory."  # where all slots and streams are equal, moving or mixing them has no effect
-    unused = {
-        "residual_stack": [f"{first}actions", f"{first}action_bias"],
-        **{key: [f"{first}residual"] for key in ("mhc", "mhc_static")},
-    }
-    assert without == unused.get(name, [])
-
-
-def test_only_residual_streams_start_as_the_plain_transformer():
-    model = build_model(MEMORIES["residual_streams"], is_random=False)
-    model.memories[0].init_identity()
-    with pytest.raises(RunError, match="does not support residual_stack with update: stack; use default"):
-        build_model(MEMORIES["residual_stack"]).memories[0].init_identity()
-
-
-@pytest.mark.parametrize("name", MEMORIES)
-def test_decoding_with_a_cache_matches_one_pass(name):
-    model, cache = build_model(MEMORIES[name]), Cache()
-    whole = model(TOKENS).logits
-    parts = [model(part, cache).logits for part in TOKENS.split([2, 1, 2], 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
-
-
-@pytest.mark.parametrize("recompute", [True, "selective"])
-@pytest.mark.parametrize("name", ["attention_residual", "mhc"])
-def test_recomputed_gradients_are_equal(name, recompute):
-    gradients = []
-    for mode in (False, recompute):
-        model = build_model(MEMORIES[name])
-        model.checkpoint_blocks = mode
-        model(TOKENS).logits.logsumexp(-1).sum().backward()
-        gradients.append([p.grad for p in model.parameters()])
-    torch.testing.assert_close(gradients[0], gradients[1])
-
-
-@pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
-def test_autocast_keeps_the_residual_stream_in_float32(memory):
-    model, dtypes = build_model(memory).float(), set()
-    for layer in model.layers:
-        layer.register_forward_hook(lambda *call: dtypes.add(call[2][0].dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(TOKENS)
-    assert dtypes == {torch.float32}
+    if name != "mhc_static":
+        init_identity(model)
+    tolerance = 0 if name in ("dense_former", "residual_scale", "value_skip") else 1e-4
+    torch.testing.assert_close(model(TOKENS).logits, plain(TOKENS).logits, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)

@@ -27,20 +27,6 @@ def test_documents_end_with_their_end_token_and_positions_restart():
     assert positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("memory", [None, DEPTH, DEPTH | {"site": "before_attention", "discipline": "queue"}])
-def test_packed_documents_match_separate_documents(memory, recompute):
-    model = make_model(memory)
-    model.checkpoint_blocks = recompute
-    documents = compute_document_ids(TOKENS, END)
-    together = model(TOKENS, documents=documents).logits
-    for row, numbers, logits in zip(TOKENS, documents, together, strict=True):
-        for number in numbers.unique():
-            alone = model(row[numbers == number][None]).logits[0]
-            torch.testing.assert_close(logits[numbers == number], alone)
-    assert not torch.allclose(together, model(TOKENS).logits), "the document mask must change the logits"
-
-
 def test_gradients_stay_within_the_document():
     model = make_model(DEPTH)
     embedded = []
@@ -64,12 +50,6 @@ def test_no_documents_builds_no_mask_or_positions(monkeypatch):
     monkeypatch.setattr("stackexp.models.transformer.compute_document_positions", None)
     make_model(DEPTH)(TOKENS)
     assert masks == [(None, True)] * 3
-
-
-@pytest.mark.parametrize("axis", ["time", "token_major"])
-def test_documents_reject_memory_across_tokens(axis):
-    with pytest.raises(ValueError, match=r"model\.memory\.axis=depth"):
-        make_model(DEPTH | {"axis": axis})(TOKENS, documents=compute_document_ids(TOKENS, END))
 
 
 def test_generation_ignores_document_boundaries():

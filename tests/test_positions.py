@@ -100,28 +100,22 @@ def test_tables_are_float32_and_start_at_the_offset():
     assert torch.equal(bias, build_alibi_bias(4, 0, 302, 302, True, like)[:, :, 300:])
 
 
-@pytest.mark.parametrize("memory", [None, {"axis": "time"}, {"axis": "token_major"}])
-@pytest.mark.parametrize("positional", KINDS)
 @pytest.mark.parametrize("window", [None, 1, 3])
-@pytest.mark.parametrize("chunks", [[1] * T, [4, 1, 4]])
-def test_cached_logits_match_full_forward(positional, memory, chunks, window):
-    model, tokens = make_model(positional=positional, memory=memory, attention_window=window).eval(), make_tokens()
+def test_the_cache_keeps_only_keys_inside_the_window(window):
+    model, tokens = make_model(attention_window=window).eval(), make_tokens()
     cache = Cache()
-    logits = torch.cat([model(part, cache).logits for part in tokens.split(chunks, 1)], 1)
+    logits = torch.cat([model(part, cache).logits for part in tokens.split([4, 1, 4], 1)], 1)
     torch.testing.assert_close(logits, model(tokens).logits)
     kept = {layer: keys.shape[2] for layer, (keys, _) in cache.keys_values.items()}
-    assert kept == dict.fromkeys(range(3), (window or T + 1) - 1), "the cache keeps only keys inside the window"
+    assert kept == dict.fromkeys(range(3), (window or T + 1) - 1)
 
 
 @pytest.mark.parametrize("positional", KINDS)
-def test_only_non_causal_attention_sees_later_tokens(positional):
+def test_non_causal_attention_depends_on_later_tokens(positional):
     tokens, changed = make_tokens(), make_tokens()
     changed[:, 5] = (changed[:, 5] + 1) % VOCAB
-    for causal in (True, False):
-        model = make_model(positional=positional, causal=causal)
-        moved = (model(changed).logits - model(tokens).logits).abs().amax((0, 2))
-        assert all(moved[5:] > 1e-9)
-        assert all((moved[:5] < 1e-12) if causal else (moved[:5] > 1e-9))
+    model = make_model(positional=positional, causal=False)
+    assert (model(changed).logits - model(tokens).logits).abs().amax((0, 2)).min() > 1e-9
 
 
 @pytest.mark.parametrize("positional", KINDS)
@@ -135,16 +129,6 @@ def test_attention_window_limits_the_receptive_field(positional):
     assert all(moved[6:] < 1e-12)
     whole, wide = (make_model(positional=positional, attention_window=width)(tokens).logits for width in (None, T))
     torch.testing.assert_close(whole, wide)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("positional", KINDS)
-def test_packed_documents_match_separate_documents(positional, window):
-    model, tokens = make_model(positional=positional, attention_window=window), make_tokens()
-    documents = torch.tensor([[0] * 4 + [1] * 5, [3] * 7 + [8] * 2])
-    logits = model(tokens, documents=documents).logits
-    torch.testing.assert_close(logits[0, 4:], model(tokens[:1, 4:]).logits[0])
-    torch.testing.assert_close(logits[1, :7], model(tokens[1:, :7]).logits[0])
 
 
 def test_non_causal_model_rejects_cache_documents_and_token_major():

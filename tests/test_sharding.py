@@ -11,7 +11,7 @@ import small_models
 import torch
 from forks import Forks
 from records import assert_close, losses, only_run
-from small_models import STACKS, TOKEN_MEMORIES, VARIANTS, make_tokens
+from small_models import MEMORIES, make_tokens
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +22,6 @@ from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.metrics import StepMetrics
 from stackexp.runs import RunFolder
 
-MEMORIES = VARIANTS | STACKS | TOKEN_MEMORIES
 PLUGIN = Path(__file__).with_name("linear_memory.py")
 SMALL = ["hidden_size=32", "num_layers=3", "intermediate_size=40", "num_heads=2", "num_kv_heads=1", "vocab_size=301"]
 SMALL = [f"model.{option}" for option in SMALL] + ["data.vocab_size=301", "seed=7"]

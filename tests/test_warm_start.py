@@ -12,7 +12,8 @@ import torch
 from forks import Forks
 from records import losses, only_run, record
 from safetensors.torch import save_file
-from stack_memories import DISCIPLINES, PROJECTIONS, READS, decoder_config
+from scans import DISCIPLINES, READS
+from stack_memories import PROJECTIONS, decoder_config
 
 from stackexp.cli import main
 from stackexp.config import registry
@@ -20,11 +21,9 @@ from stackexp.config.compose import compose
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.memory import (
     AttentionResidualConfig,
-    DenseFormerConfig,
-    HyperConnectionsConfig,
     ManifoldHyperConnectionsConfig,
+    ResidualStackConfig,
     StackAttentionConfig,
-    ValueSkipConfig,
 )
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256, read_json
@@ -77,22 +76,12 @@ def test_a_stack_starts_as_the_identity_and_learns(options):
 
 
 @pytest.mark.parametrize(
-    ("memory", "tolerance"),
-    [(DenseFormerConfig(), 0), (ValueSkipConfig(), 0), (HyperConnectionsConfig(), 1e-4)],  # the last norm sees n h
-    ids=lambda value: getattr(value, "kind", ""),
-)
-def test_other_memories_that_start_as_the_identity(memory, tolerance):
-    config = dataclasses.replace(decoder_config(), memory=memory)
-    _, (_, after), expected = logits_of_identity_and_backbone(config)
-    torch.testing.assert_close(after, expected, atol=tolerance, rtol=0)
-
-
-@pytest.mark.parametrize(
     ("memory", "message"),
     [
         (AttentionResidualConfig(), "not supported by AttentionResidual; use default, or define "),
         (StackAttentionConfig(), "not supported by StackAttention"),
         (ManifoldHyperConnectionsConfig(), "not supported by mhc"),
+        (ResidualStackConfig(), "does not support residual_stack with update: stack; use default"),
         (decoder_config(projection="none").memory, "projection: none require model.memory.residual_gate: read"),
     ],
 )
