@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from scans import DISCIPLINES, READS
 from torch import Tensor
 
 from stackexp.stack import StackOutput, dispatch
 from stackexp.stack.triton import coefficients, depth_step
 
 F64 = torch.float64
-DISCIPLINES = ["stack", "queue", "push_only"]
-READS = [("global", "multiply"), ("global", "log"), ("global", "additive"), ("top", "multiply")]
 
 
 class Case(NamedTuple):

@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 import torch
-from depth_steps import DISCIPLINES, USUAL, Case, cases, check, check_errors, compute, make_inputs
+from depth_steps import USUAL, Case, cases, check, check_errors, compute, make_inputs
+from scans import DISCIPLINES
 from torch.utils.checkpoint import checkpoint
 
 from stackexp.stack import eager
@@ -20,7 +21,8 @@ def test_steps_equal_the_reference(case):
 
 @pytest.mark.parametrize(("discipline", "head_dim"), itertools.product(DISCIPLINES, [16, 240]))
 def test_rounding_errors_are_at_most_twice_those_of_the_reference(discipline, head_dim):
-    check_errors("numba", Case(24, head_dim, 4, 12, discipline, leading=(2, 2), dtype=torch.float32))
+    for name in ("numba", "eager"):
+        check_errors(name, Case(24, head_dim, 4, 12, discipline, leading=(2, 2), dtype=torch.float32))
 
 
 def test_steps_exchange_states():

@@ -1,20 +1,16 @@
-"""The stack memory in the decoder: gradients of every configuration, hard actions, and plugins."""
+"""The stack memory in the decoder: gradients of every configuration, and plugins."""
 
-import collections
 import dataclasses
 import itertools
 
 import pytest
 import torch
-from hard_programs import apply_hard
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from stack_memories import ACTION_INPUTS, DISCIPLINES, PROJECTIONS, READS, decoder_config
+from scans import DISCIPLINES, READS
+from stack_memories import ACTION_INPUTS, PROJECTIONS, decoder_config
 
 from stackexp.config.memory import StackMemoryConfig
-from stackexp.config.model import TransformerConfig
 from stackexp.models.memories import Memory
-from stackexp.models.transformer import Cache, Transformer
+from stackexp.models.transformer import Transformer
 
 AXES = [("depth", False), ("time", False), ("time", True), ("token_major", False)]
 
@@ -70,85 +66,6 @@ def test_every_configuration_gives_gradients_to_every_parameter(autocast):
             layer, _, of_memory = name.removeprefix("layers.").partition(".memory.")
             if not (of_memory and of_memory in get_names_without_gradient(memory, int(layer))):
                 assert parameter.grad.abs().sum() > 0, (name, memory)
-
-
-VOCABULARY, LAYERS, LENGTH = 6, 3, 7
-operations = st.sampled_from(["push", "pop", "no_op"])
-
-
-@settings(deadline=None, max_examples=30)
-@given(
-    axis=st.sampled_from(["depth", "time", "token_major"]),
-    discipline=st.sampled_from(["stack", "queue"]),
-    num_slots=st.integers(1, 5),
-    program=st.lists(st.lists(operations, min_size=VOCABULARY, max_size=VOCABULARY), min_size=LAYERS, max_size=LAYERS),
-    tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=LENGTH, max_size=LENGTH),
-)
-def test_hard_actions_match_list_or_deque(axis, discipline, num_slots, program, tokens):
-    """Run the full decoder with weights that make layer l execute program[l][token] and push the token's vector.
-
-    h is the one-hot embedding in every layer: attention and feed-forward output zero, and the read gate is closed.
-    So each element identifies its token. A selects the operation with logits of 1e4, which is exactly one-hot.
-    """
-    model = make_hard_decoder(axis, discipline, num_slots, program)
-    calls = []  # (layer, state after the call), in the order of the updates
-    for layer, memory in enumerate(model.memories):
-        memory.register_forward_hook(lambda module, args, out, layer=layer: calls.append((layer, out[1])))
-    model(torch.tensor([tokens]), Cache())
-    new = list if discipline == "stack" else collections.deque
-    if axis == "depth":
-        stacks = [new() for _ in tokens]
-        for layer, state in calls:
-            for t, token in enumerate(tokens):
-                apply_hard(stacks[t], program[layer][token], token, num_slots)
-                assert get_tokens_on_stack(state, 0, t) == list(reversed(stacks[t]))
-    elif axis == "time":
-        for layer, state in calls:
-            stack = new()
-            for token in tokens:
-                apply_hard(stack, program[layer][token], token, num_slots)
-            assert get_tokens_on_stack(state, 0) == list(reversed(stack))
-    else:
-        stack = new()
-        assert [layer for layer, _ in calls] == list(range(LAYERS)) * LENGTH
-        for (layer, state), token in zip(calls, [token for token in tokens for _ in range(LAYERS)], strict=True):
-            apply_hard(stack, program[layer][token], token, num_slots)
-            assert get_tokens_on_stack(state, 0) == list(reversed(stack))
-
-
-def make_hard_decoder(axis, discipline, num_slots, program):
-    memory = StackMemoryConfig(
-        axis=axis,
-        discipline=discipline,
-        num_heads=1,
-        head_dim=VOCABULARY,
-        num_slots=num_slots,
-        projection="none",
-        residual_gate="read",
-    )
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": VOCABULARY, "num_layers": LAYERS, "intermediate_size": 4}
-    model = Transformer(TransformerConfig(num_heads=1, num_kv_heads=1, memory=memory, **sizes)).double()
-    with torch.no_grad():
-        model.embedding.weight.copy_(torch.eye(VOCABULARY))
-        for layer, by_token in zip(model.layers, program, strict=True):
-            layer.attention.o_proj.weight.zero_()
-            layer.feed_forward.down_proj.weight.zero_()
-            layer.memory.gate.zero_()
-            for row, name in enumerate(["push", "pop", "no_op"]):
-                wanted = [1e4 * (operation == name) for operation in by_token]
-                layer.memory.actions[0, row] = torch.tensor(wanted)
-    return model
-
-
-def get_tokens_on_stack(state, *index):
-    """Return the tokens on a hard stack with one head, top first. Check that full slots precede empty ones."""
-    slots, mask = state.slots[index][0], state.mask[index][0].tolist()
-    count = int(sum(mask))
-    assert mask == [1.0] * count + [0.0] * (len(mask) - count)
-    assert (slots[count:] == 0).all()
-    tokens = slots[:count].argmax(-1)
-    assert torch.equal(slots[:count], torch.eye(VOCABULARY, dtype=torch.float64)[tokens])
-    return tokens.tolist()
 
 
 def test_plugin_needs_only_empty_state_and_forward():

@@ -6,14 +6,12 @@ import math
 
 import pytest
 import torch
-from hard_programs import apply_hard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scans import DISCIPLINES, READS
 
 from stackexp.stack import reference
 
-DISCIPLINES = ["stack", "queue", "push_only"]
-READS = [("global", "multiply"), ("global", "log"), ("global", "additive"), ("top", "multiply")]
 H, D = 2, 3
 
 
@@ -115,15 +113,15 @@ def test_step_gradients(discipline, read, read_mask):
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)
 def test_feedback_scan_gradients(discipline):
-    x, logits, query = random_inputs(discipline, leading=(2, 4))
+    x, logits, query = random_inputs(discipline, leading=(1, 3))
     generator = torch.Generator().manual_seed(2)
     maps = [torch.randn(H * D, H, n, generator=generator, dtype=torch.float64) for n in (D, logits.shape[-1])]
     inputs = [tensor.requires_grad_() for tensor in (x, logits, query, *maps)]
 
     def function(x, logits, query, push_map, action_map):
-        empty = reference.empty((2, H), 3, D, x)
+        empty = reference.empty((1, H), 2, D, x)
         feedback = (push_map, action_map)
-        return reference.scan(empty, x, logits, query, feedback=feedback, num_slots=3, discipline=discipline)[0].read
+        return reference.scan(empty, x, logits, query, feedback=feedback, num_slots=2, discipline=discipline)[0].read
 
     assert torch.autograd.gradcheck(function, inputs)
 
@@ -210,6 +208,16 @@ def test_mask_is_bounded_non_increasing_and_proportional_to_the_contents(program
 
 
 hard_programs = st.lists(st.tuples(st.sampled_from(["push", "pop", "no_op"]), st.integers(1, 99)), max_size=40)
+
+
+def apply_hard(memory, operation, value, capacity):
+    """Apply one operation to a list or deque in place: the end is the top; beyond `capacity`, drop the oldest."""
+    if operation == "push":
+        memory.append(value)
+        if len(memory) > capacity:
+            del memory[0]
+    elif operation == "pop" and memory:
+        memory.pop() if isinstance(memory, list) else memory.popleft()
 
 
 def hard_logits(operation):

@@ -8,8 +8,6 @@ import pytest
 import torch
 import triton_steps
 from depth_steps import (
-    DISCIPLINES,
-    READS,
     Case,
     check,
     check_errors,
@@ -20,6 +18,7 @@ from depth_steps import (
     unroll,
 )
 from operators import OperatorRecord, list_tensors
+from scans import DISCIPLINES, READS
 from stack_traffic import compute_traffic
 
 from stackexp import stack
