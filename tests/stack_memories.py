@@ -7,10 +7,8 @@ from stackexp.config.model import TransformerConfig
 from stackexp.models.memories.extensions import ExtendedStackMemory as StackMemory
 
 HIDDEN, B, T = 12, 2, 5
-READS = [("global", "multiply"), ("global", "log"), ("global", "additive"), ("top", "multiply")]
 ACTION_INPUTS = [("head", "none"), ("hidden", "none"), ("hidden", "slice")]
 PROJECTIONS = ["low_rank", "none", "shared_slices"]
-DISCIPLINES = ["stack", "queue", "push_only"]
 
 
 def decoder_config(num_layers=2, hidden_size=HIDDEN, **memory):

@@ -36,22 +36,6 @@ def test_training_step_passes_document_bounds():
     assert calls[0]["document_bounds"] is batch["document_bounds"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "found"),
-    [
-        (["model.attention=varlen", "trainer.precision=32-true"], "varlen requires"),
-        (["model.attention=flash_attn", "model.positional=alibi"], "flash_attn does not support positional: alibi"),
-        (["model.attention=flex", "trainer.accelerator=cpu"], "flex requires CUDA, found trainer.accelerator cpu"),
-        (["model.attention=flash"], "expected one of sdpa, flex, varlen, flash_attn, found 'flash'; did you mean"),
-    ],
-)
-def test_unsupported_backend_options_are_config_errors(overrides, found):
-    with pytest.raises(ConfigError, match=r"model\.attention") as error:
-        compose_config("trainer.precision=bf16-mixed", *overrides)
-    assert found in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 def test_missing_kernels_are_one_line_errors(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     overrides = ("model.attention=flash_attn", "trainer.precision=bf16-mixed", "trainer.accelerator=cuda")

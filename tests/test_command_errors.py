@@ -70,6 +70,18 @@ MISTAKES = {
     "report all none": "report all: none: no such folder; give a folder of runs",
     "report all . --out a.txt": "report all: --out a.txt: must end in .html",
     "report formal x --csv table.txt": "report formal: --csv table.txt: must end in .csv",
+    "data fetch v4": "data fetch: argument v2|v3: invalid choice: 'v4'",
+    "data fetch v2 --only pyle": "data fetch: --only pyle: not a set of v2; did you mean 'pile'?",
+    "data fetch v2 --mirror no-such-folder": "data fetch: --mirror no-such-folder: no such folder",
+    "data fetch v2 --mirror s3://bucket": "data fetch: --mirror s3://bucket: expected http://..., https://...",
+    "data fetch v2 --mirror http://me:secret@host/x": "data fetch: --mirror: the URL contains a user name or password",
+    "plan --config quickstart --json --effect 0.01 --runs runs": "plan: --effect plans from --runs and has no --config",
+    "plan --json --effect 0.01 --runs runs": "plan: --effect plans from --runs and has no --json; omit it",
+    "plan --device a100 --effect 0.01 --runs runs": "plan: --effect plans from --runs and has no --device; omit it",
+    "plan seed=1 --effect 0.01 --runs runs": "plan: --effect plans from --runs and has no seed=1; omit it",
+    "plan --config quickstart --baseline wide": "plan: --baseline requires --effect and --runs",
+    "checkpoint import --from . --to a.bin": "checkpoint import: --to a.bin: must end in .safetensors",
+    "checkpoint import --from . --to a.safetensors seed=4": "checkpoint import: seed=4: an override requires --config",
     "report formal x --score 500": "report formal: argument --score: expected a range of lengths such as 41_500, found",
 }
 
@@ -82,6 +94,7 @@ def test_a_mistake_is_one_line(command, message, tmp_path, monkeypatch, capsys):
     assert output.out == ""
     assert output.err.startswith(f"error: {message}")
     assert output.err.count("\n") == 1
+    assert "secret" not in output.err
     assert not list(tmp_path.iterdir())
 
 

@@ -14,9 +14,10 @@ from stackexp.errors import ConfigError
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+FEEDBACK = ["model.memory.axis=time", "model.memory.feedback=true"]
+PUSH_ONLY = "model.memory.discipline=push_only"
+MISTAKES = {
+    BASE: [
         ("seed", "override seed: expected KEY=VALUE"),
         ("quickstart", "override quickstart: expected KEY=VALUE; for a config write --config quickstart"),
         ("logging.root=~/runs", "override logging.root=~/runs: logging.root: ~/runs: ~ is not expanded here; w"),
@@ -74,17 +75,47 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
         ("model.memory.head_dim=4294967296", "model.memory.head_dim: expected an integer from 1 to 1048576"),
         ("model.memory.action_noise=1e300", "model.memory.action_noise: expected a number of at most 1e+30"),
         (f"trainer.cross_entropy_chunk=1{'0' * 23}", "expected a number of at most 9.22337e+18"),
+        (
+            ["model.memory.axis=time", "model.memory.feedback_activation=gated", "model.memory.feedback_hidden_size=8"],
+            "model.memory.feedback_activation: gated requires feedback: true",
+        ),
+        (
+            ["model.memory.axis=time", "model.memory.feedback_hidden_size=8"],
+            "feedback_hidden_size: requires feedback: true",
+        ),
+        (
+            [*FEEDBACK, "model.memory.feedback_activation=gated"],
+            "model.memory.feedback_activation: gated requires feedback_hidden_size",
+        ),
+        ("model.memory.feedback=true", "model.memory.feedback: requires axis: time"),
+        (
+            ["model.memory.read=top", "model.memory.read_mask=log"],
+            "model.memory.read_mask: log requires read: global, found read: top; use multiply",
+        ),
+        (
+            ["model.memory.state_dtype=bfloat16", "model.memory.axis=time"],
+            "model.memory.state_dtype: bfloat16 requires axis: depth, found axis: time; use auto",
+        ),
+        (
+            ["model.memory.empty_slot=true", "model.memory.read=top"],
+            "empty_slot: requires axis: depth and read: global",
+        ),
+        (
+            ["model.memory.empty_slot=true", "model.memory.axis=time"],
+            "empty_slot: requires axis: depth and read: global",
+        ),
+        ([*FEEDBACK, "model.memory.push_norm=head"], "model.memory.push_norm: "),
+        ([*FEEDBACK, "model.memory.action_bias=2"], "model.memory.action_bias: "),
+        (
+            [PUSH_ONLY, "model.memory.action_input=hidden"],
+            "memory.action_input: not supported by discipline: push_only",
+        ),
+        ([PUSH_ONLY, "model.memory.action_noise=0.1"], "memory.action_noise: not supported by discipline: push_only"),
+        ([PUSH_ONLY, "model.memory.action_sharpness=2"], "action_sharpness: not supported by discipline: push_only"),
+        ([PUSH_ONLY, "model.memory.feedback=true"], "memory.feedback: not supported by discipline: push_only"),
+        ("model.mup_base_size=64", "model.mup_base_size: requires init: fan_in and a value of embedding_std"),
     ],
-)
-def test_invalid_override_is_reported(override, message):
-    found = compose_error([BASE], override)
-    assert message in found
-    assert override in found or "no training data" in found
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+    "ablation/queue": [
         (["data.streams.a.path=x"], "data.path: give one source (data.path, data.remote) or data.streams, not both"),
         (["data.streams.a.pth=x"], "data.streams.a.pth: unknown key; did you mean 'data.streams.a.path'?"),
         (["data.path=null", "data.streams.a={path: x, repeat: 0}"], "expected a number > 0 or null, found 0"),
@@ -99,9 +130,58 @@ def test_invalid_override_is_reported(override, message):
         (["model.kind=lstm", "data.document_mask=true"], "data.document_mask: not supported by model.kind: lstm; use"),
         (["trainer.strategy=fsdp", "trainer.precision=64-true"], "trainer.precision: 64-true does not support"),
     ],
+    "formal/stacktrans": [
+        ("data.task=reverse_strings", "did you mean 'reverse_string'?"),
+        ("model.memory.eval_num_slots=8", "model.memory.eval_num_slots: must not be smaller than num_slots 24"),
+        ("data.eval_max_length=40", "data.eval_max_length: must be larger than max_length 40"),
+        ("data.output_vocab_size=5", "data.output_vocab_size: data.task reverse_string has 2, found 5; remove this op"),
+        ("data.vocab_size=2", "data.vocab_size: data.task reverse_string has 3, found 2; remove this option"),
+        (
+            ["data.curriculum_steps=5", "data.curriculum_start=50"],
+            "data.curriculum_start: must not be larger than max_length 40",
+        ),
+        ("model.output_vocab_size=3", "reverse_string has 2 output symbols, the model 3; set model.output_vocab_size="),
+        (
+            ["model.memory.axis=token_major", "model.causal=false"],
+            "model.memory.axis: token_major requires model.causal: true",
+        ),
+        (
+            ["data.task=solve_equation", "data.curriculum_start=1", "data.curriculum_steps=10"],
+            "data.curriculum_start: 1 is too short: the shortest string of solve_equation has 3 symbols",
+        ),
+    ],
+    "quickstart": [
+        (["model.attention=varlen", "trainer.precision=32-true"], "model.attention: varlen requires"),
+        (
+            ["model.attention=flash_attn", "model.positional=alibi", "trainer.precision=bf16-mixed"],
+            "model.attention: flash_attn does not support positional: alibi",
+        ),
+        (
+            ["model.attention=flex", "trainer.accelerator=cpu", "trainer.precision=bf16-mixed"],
+            "model.attention: flex requires CUDA, found trainer.accelerator cpu",
+        ),
+        ("model.attention=flash", "expected one of sdpa, flex, varlen, flash_attn, found 'flash'; did you mean"),
+        ("trainer.recompute=selective", "trainer.recompute: selective requires activation_checkpointing: true"),
+        (
+            ["model.residual_dtype=bfloat16", "trainer.precision=32-true"],
+            "model.residual_dtype: bfloat16 requires trainer.precision: bf16-mixed, found trainer.precision 32-true",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "message"),
+    [
+        (config, [overrides] if isinstance(overrides, str) else overrides, message)
+        for config, mistakes in MISTAKES.items()
+        for overrides, message in mistakes
+    ],
 )
-def test_invalid_data_options_are_reported(overrides, message):
-    assert message in compose_error(["ablation/queue"], *overrides)
+def test_invalid_overrides_are_reported(config, overrides, message):
+    found = compose_error([config], *overrides)
+    assert message in found
+    assert len(overrides) > 1 or overrides[0] in found or "data.path: " in found
 
 
 def test_circular_and_chained_interpolations_name_the_cause():

@@ -197,25 +197,6 @@ def test_files_of_another_tokenizer_are_not_overwritten(fetch, tmp_path, capsys)
     assert "exists and belongs to another tokenizer; choose another --to" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["v4"], "invalid choice: 'v4'"),
-        (["v2", "--only", "pyle"], "not a set of v2; did you mean 'pile'?"),
-        (["v2", "--mirror", "no-such-folder"], "--mirror no-such-folder: no such folder"),
-        (["v2", "--mirror", "s3://bucket"], "expected http://..., https://... or a folder"),
-        (["v2", "--mirror", "http://me:secret@host/x"], "--mirror: the URL contains a user name or password"),
-    ],
-)
-def test_command_line_errors_are_one_line(arguments, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["data", "fetch", *arguments]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert "secret" not in line
-    assert list(tmp_path.iterdir()) == []
-
-
 # Downloads from a faulty server
 
 

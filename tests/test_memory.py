@@ -4,11 +4,9 @@ import math
 
 import pytest
 import torch
-from config_files import BASE, compose_error
-from stack_memories import ACTION_INPUTS, HIDDEN, PROJECTIONS, READS, B, T, decoder_config, hidden_states, make_memory
+from scans import READS
+from stack_memories import ACTION_INPUTS, HIDDEN, PROJECTIONS, B, T, decoder_config, hidden_states, make_memory
 
-from stackexp.config.memory import StackMemoryConfig
-from stackexp.config.model import TransformerConfig
 from stackexp.errors import RunError
 from stackexp.models.memories import Memory
 from stackexp.models.memories.base import check_interface
@@ -209,34 +207,6 @@ def test_hidden_layer_feedback_starts_down_and_actions_at_zero():
     assert all(weight.grad.any() for name, weight in memory.named_parameters() if name != "query")
 
 
-def test_invalid_feedback_options_give_one_error():
-    options = {"axis": "time", "feedback": True, "feedback_activation": "gated", "feedback_hidden_size": 8}
-    model = TransformerConfig(vocab_size=7)
-    assert not list(StackMemoryConfig(**options).find_errors(model))
-    for changes, key, message in (
-        ({"feedback": False}, "feedback_activation", "gated requires feedback: true"),
-        ({"feedback_activation": "identity"}, "feedback_hidden_size", "requires feedback: true"),
-        ({"feedback_hidden_size": None}, "feedback_activation", "gated requires feedback_hidden_size"),
-        ({"axis": "depth"}, "feedback", "requires axis: time"),
-    ):
-        [(found, error)] = StackMemoryConfig(**options | changes).find_errors(model)
-        assert (found, message in error) == (key, True)
-
-
-def test_the_mask_of_empty_slots_requires_a_global_read():
-    model = TransformerConfig(vocab_size=7)
-    assert not list(StackMemoryConfig(read="top").find_errors(model))
-    [(found, error)] = StackMemoryConfig(read="top", read_mask="log").find_errors(model)
-    assert (found, error) == ("read_mask", "log requires read: global, found read: top; use multiply")
-
-
-def test_precision_of_stored_stacks_requires_axis_depth():
-    model = TransformerConfig(vocab_size=7)
-    assert not list(StackMemoryConfig(state_dtype="bfloat16").find_errors(model))
-    [(found, error)] = StackMemoryConfig(state_dtype="bfloat16", axis="time").find_errors(model)
-    assert (found, error) == ("state_dtype", "bfloat16 requires axis: depth, found axis: time; use auto")
-
-
 @pytest.mark.parametrize("action_input", ["head", "hidden"])
 def test_push_norm_divides_each_head_by_its_root_mean_square(action_input):
     memory, h = make_memory(push_norm="head", action_input=action_input), hidden_states()
@@ -295,19 +265,6 @@ def test_an_empty_slot_takes_its_share_of_the_read(read_mask, discipline):
     with torch.no_grad():
         memory.empty_score.fill_(1e4)
     torch.testing.assert_close(run_twice(memory)[0], memory.gate * hidden_states(seed=2))
-
-
-def test_an_empty_slot_requires_an_attention_over_the_depth():
-    for option in ("axis=time", "read=top"):
-        error = compose_error([BASE], "model.memory.empty_slot=true", f"model.memory.{option}")
-        assert "model.memory.empty_slot: requires axis: depth and read: global" in error
-
-
-@pytest.mark.parametrize("option", ["push_norm=head", "action_bias=2"])
-def test_options_that_break_the_linear_feedback_are_refused(option):
-    linear = ["model.memory.axis=time", "model.memory.feedback=true"]
-    name = option.partition("=")[0]
-    assert f"model.memory.{name}: " in compose_error([BASE], *linear, f"model.memory.{option}")
 
 
 @pytest.mark.parametrize("axis", ["depth", "token_major"])
@@ -432,9 +389,3 @@ def test_it_has_no_action_parameters_and_no_entropy_term():
     assert output.probes[0]["push"] == 1
     assert output.probes[0]["pop"] == output.probes[0]["no_op"] == 0
     assert [probe["occupancy"].item() for probe in output.probes] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("option", ["action_input=hidden", "action_noise=0.1", "action_sharpness=2", "feedback=true"])
-def test_options_of_actions_are_refused(option):
-    error = compose_error([BASE], "model.memory.discipline=push_only", f"model.memory.{option}")
-    assert f"model.memory.{option.partition('=')[0]}: not supported by discipline: push_only" in error

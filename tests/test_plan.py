@@ -39,23 +39,6 @@ def test_speed_is_estimated_for_large_models_on_gpus():
         assert (plan.tokens_per_second, plan.hours, plan.gpu_hours) == (None, None, None)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--config", "quickstart"], "--effect plans from --runs and has no --config; omit it"),
-        (["--device", "a100"], "--effect plans from --runs and has no --device; omit it"),
-        (["seed=1"], "--effect plans from --runs and has no seed=1; omit it"),
-    ],
-)
-def test_options_without_effect_are_refused(capsys, options, message):
-    assert main(["plan", *options, "--effect", "0.01", "--runs", "runs"]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert main(["plan", *TINY, "--baseline", "wide"]) == 2
-    assert "--baseline requires --effect and --runs" in capsys.readouterr().err
-
-
 def test_out_of_memory_is_one_line_after_the_table(capsys, monkeypatch):
     monkeypatch.setitem(DEVICES, "a100", Device("A100", 312e12, 0.01))
     assert main(["plan", *TINY, "--device", "a100"]) == 1

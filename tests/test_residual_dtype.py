@@ -3,18 +3,12 @@
 import pytest
 import small_models
 import torch
-from small_models import STACKS, TOKEN_MEMORIES, VARIANTS, make_tokens
-
-from stackexp.config.compose import compose
-from stackexp.errors import ConfigError
+from small_models import MEMORIES, make_tokens
 
 
 def compute_gradients(model, output):
     score = output.hidden.logsumexp(-1).sum() + output.entropy
     return torch.autograd.grad(score, list(model.parameters()), allow_unused=True)
-
-
-MEMORIES = VARIANTS | STACKS | TOKEN_MEMORIES
 
 
 @pytest.mark.parametrize("variant", MEMORIES)
@@ -44,11 +38,3 @@ def test_hidden_states_are_bfloat16_and_gradients_float32(variant):
 def test_without_autocast_the_stream_has_the_precision_of_the_weights():
     model = small_models.make_model({}, torch.float64, residual_dtype="bfloat16")
     assert model(make_tokens(), return_hidden=True).hidden.dtype == torch.float64
-
-
-def test_other_precisions_refuse_bfloat16():
-    message = (
-        r"model\.residual_dtype: bfloat16 requires trainer\.precision: bf16-mixed, found trainer\.precision 32-true"
-    )
-    with pytest.raises(ConfigError, match=message):
-        compose(["quickstart"], ["model.residual_dtype=bfloat16", "trainer.precision=32-true"])

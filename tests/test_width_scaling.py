@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from config_files import BASE, compose_error
 from torch.nn import functional as F
 
 from stackexp.config.experiment import AdamWConfig, MuonConfig
@@ -177,8 +176,3 @@ def test_the_base_width_is_unchanged():
     assert torch.equal(plain(tokens).logits, scaled(tokens).logits)
     groups = [[g["lr"] for g in build_adamw(AdamWConfig(), model).param_groups] for model in (plain, scaled)]
     assert set(groups[0]) == set(groups[1])
-
-
-def test_it_requires_a_fixed_scale_of_the_embedding():
-    error = compose_error([BASE], "model.mup_base_size=64")
-    assert "model.mup_base_size: requires init: fan_in and a value of embedding_std" in error
