@@ -40,6 +40,13 @@ def run_benchmark(monkeypatch, capsys):
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def known_ceilings(monkeypatch) -> None:
+    """Replace the measured speed of the device by known figures."""
+    monkeypatch.setattr(benchmarking, "measure_peak_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr(benchmarking, "measure_bandwidth", lambda device: 1e10)
+
+
 @pytest.mark.process
 def test_gpu_measures_every_section_and_continues_after_a_failure(run_benchmark, tmp_path, monkeypatch, capsys):
     """On a CPU with small sizes and the eager backend; the inductor takes a minute."""
@@ -113,9 +120,9 @@ def split_cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
 
 
-def test_efficiency_reports_multiples_of_the_transformer(tmp_path, capsys):
+def test_efficiency_reports_multiples_of_the_transformer(known_ceilings, tmp_path, capsys):
     out = tmp_path / "out.json"
-    only = ["--only", "stacktrans,single_head", "--steps", "3", "--markdown", "--out", str(out)]
+    only = ["--only", "stacktrans,single_head", "--steps", "2", "--markdown", "--out", str(out)]
     assert cli.main(["bench", "efficiency", *only, *SMALL]) == 0
     record = json.loads(out.read_text())
     expected = [("transformer", "auto"), ("stacktrans", "auto"), ("stacktrans", "reference"), ("single_head", "auto")]
@@ -138,7 +145,7 @@ def test_efficiency_reports_multiples_of_the_transformer(tmp_path, capsys):
     assert rows[1][-3:] == ["1.16", "1.09", "1.12"]
 
 
-def test_efficiency_continues_after_a_model_that_does_not_fit(tmp_path, capsys, monkeypatch):
+def test_efficiency_continues_after_a_model_that_does_not_fit(known_ceilings, tmp_path, capsys, monkeypatch):
     def train(subject: benchmarking.BenchmarkedModel) -> None:
         if subject.name == "stacktrans":
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -146,8 +153,6 @@ def test_efficiency_continues_after_a_model_that_does_not_fit(tmp_path, capsys, 
 
     original, out = benchmarking.BenchmarkedModel.train, tmp_path / "out.json"
     monkeypatch.setattr(benchmarking.BenchmarkedModel, "train", train)
-    monkeypatch.setattr(benchmarking, "measure_peak_flops", lambda device, dtype: 1e12)
-    monkeypatch.setattr(benchmarking, "measure_bandwidth", lambda device: 1e10)
     monkeypatch.setattr(efficiency, "MAX_CONTROL_ERROR", math.inf)
     only = ["--only", "stacktrans,single_head", "--steps", "1", "--markdown", "--out", str(out)]
     assert cli.main(["bench", "efficiency", *only, *SMALL]) == 0
@@ -164,10 +169,8 @@ def test_efficiency_continues_after_a_model_that_does_not_fit(tmp_path, capsys, 
 
 
 @pytest.mark.process
-def test_efficiency_compiles_the_sublayers_once_for_all_models(monkeypatch):
+def test_efficiency_compiles_the_sublayers_once_for_all_models(known_ceilings, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(benchmarking, "measure_peak_flops", lambda device, dtype: 1e12)
-    monkeypatch.setattr(benchmarking, "measure_bandwidth", lambda device: 1e10)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     options, graphs = [*SMALL, "model.num_layers=2", "trainer.compile=true"], []

@@ -113,19 +113,20 @@ def test_all_decoding_steps_are_one_graph(memory, positions):
     assert compiled.cache.length.tolist() == [15]
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("memory", ["none", "depth", "time", "token_major"])
+@pytest.mark.parametrize(
+    ("memory", "positions"), [case for case in GRAPHS if case[0] in ("none", "depth", "time", "token_major")]
+)
 def test_a_decoding_step_on_cuda_neither_waits_for_the_gpu_nor_copies_to_it(memory, positions, monkeypatch):
     """With fake tensors, which raise an error if a value is needed on the CPU."""
     monkeypatch.setattr("torch.nn.init.trunc_normal_", lambda weight, **_: weight)
     monkeypatch.setattr(attention, "choose_cuda_kernel", lambda *_: ("MATH", False))  # of the prompt; it asks the GPU
     monkeypatch.setattr(attention, "CUDA_KERNELS", [SDPBackend.MATH])
-    config = make_model(MEMORIES[memory], **POSITIONS[positions]).config
+    config = make_model(MEMORIES[memory], num_layers=1, **POSITIONS[positions]).config
     with FakeTensorMode(), torch.device("cuda"):
-        decoder = make_decoder(Transformer(config).eval(), 8)
+        decoder = make_decoder(Transformer(config).eval(), 5)
         with OperatorRecord() as record, torch.no_grad():
             assert decoder.step().shape == (2, VOCAB)
-    assert len(record.calls) > 100
+    assert len(record.calls) > 50
     assert {tensor.device.type for _, *values in record.calls for tensor in list_tensors(values)} == {"cuda"}
 
 

@@ -59,13 +59,13 @@ def test_tops_and_gradients_match_a_slow_loop(length):
 def test_chunked_scan_passes_gradcheck():
     def scan_chunks(logits, first):
         actions = logits.softmax(-1)
-        tops = ComputeTops.apply(actions[:, :first], actions.new_zeros(B, 1, 0))
+        tops = ComputeTops.apply(actions[:, :first], actions.new_zeros(1, 1, 0))
         return ComputeTops.apply(actions[:, first:], tops)
 
-    logits = torch.randn(B, 7, 3, dtype=torch.float64).requires_grad_()
-    for first in (1, 2, 5):
+    logits = torch.randn(1, 5, 3, dtype=torch.float64).requires_grad_()
+    for first in (1, 2, 4):
         torch.testing.assert_close(
-            scan_chunks(logits, first), ComputeTops.apply(logits.softmax(-1), logits.new_zeros(B, 1, 0))
+            scan_chunks(logits, first), ComputeTops.apply(logits.softmax(-1), logits.new_zeros(1, 1, 0))
         )
         torch.autograd.gradcheck(lambda x, first=first: scan_chunks(x, first), logits)
 

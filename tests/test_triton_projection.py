@@ -180,7 +180,7 @@ def check_rounding(case: Case) -> None:
 
 def check_memory(options: dict, implementation: str = "triton", dtype: torch.dtype = F32) -> None:
     """Compare decoders with fused projections and with PyTorch's, also with recomputed layers."""
-    model = small_models.make_model(options, dtype)
+    model = small_models.make_model(options, dtype, num_layers=2)
     assert all(has_products(memory, dtype, implementation) for memory in model.memories)
     found, expected = (run_model(model, name) for name in (implementation, "eager"))
     tolerance = {"rtol": 1e-3, "atol": 2e-6} if dtype == F32 else {"rtol": 1e-6, "atol": 1e-9}
@@ -200,7 +200,7 @@ def run_model(model, implementation: str) -> dict[str, Tensor]:
     """Return logits, entropy, probes and the gradients of all parameters."""
     model.zero_grad()
     with stack.use_implementation(implementation):
-        output = model(small_models.make_tokens(), probe=True)
+        output = model(small_models.make_tokens(5), probe=True)
         (output.logits.square().mean() + output.entropy).backward()
     probes = {f"{i}.{name}": value for i, probe in enumerate(output.probes) for name, value in probe.items()}
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}

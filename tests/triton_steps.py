@@ -168,7 +168,7 @@ def count_saved_bytes(case: Case) -> int:
 def check_coefficients_in_a_model() -> None:
     """Check a model with long vectors against the eager implementation, also recomputed, evaluated and changed."""
     memory = {"projection": "none", "num_heads": 1, "head_dim": 128, "eval_num_slots": 5}
-    model, tokens, found = make_model(memory, hidden_size=128, num_layers=4), make_tokens(), []
+    model, tokens, found = make_model(memory, hidden_size=128, num_layers=4), make_tokens(3), []
     cleared = Intervention("x", state=lambda _, state: clear(state), layer=2)
     for name, recompute in (("eager", False), ("triton", False), ("triton", True)):
         model.checkpoint_blocks = recompute

@@ -27,7 +27,8 @@ def test_a_limit_of_the_shell_is_named(tiny, tmp_path, limit, value, message):
     set_limit = f"import resource\nresource.setrlimit({int(limit)}, ({value}, {hard}))\n"
     (tmp_path / "limit.py").write_text(set_limit)
     plugin = f"plugins=[{tmp_path / 'limit.py'}]"
-    output = Forks(tmp_path).run("fit", "--config", tiny, plugin, "data.num_workers=1", expect=1)
+    options = ("data.num_workers=1", "trainer.checkpoint_interval=1", "trainer.val_check_interval=null")
+    output = Forks(tmp_path).run("fit", "--config", tiny, plugin, *options, expect=1)
     assert message in output
     assert "Traceback" not in output
 

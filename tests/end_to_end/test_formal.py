@@ -183,7 +183,7 @@ def test_two_devices_train_like_one(forks, folder):
 
 def test_a_run_killed_in_its_test_resumes_with_the_remaining_lengths(forks, folder):
     command = (*FIT, f"logging.root={folder}/tested", "trainer.max_steps=4", "model.memory.axis=depth")
-    command += ("data.eval_sequences=3000", "data.eval_length_stride=1")
+    command += ("data.eval_sequences=1000", "data.eval_length_stride=1")
 
     def count_scored() -> int:
         with contextlib.suppress(FileNotFoundError):  # deleted at the end of the test
