@@ -13,7 +13,7 @@ import torch
 from stackexp.config.compose import compose
 from stackexp.modules.transduction import Transduction
 from stackexp.tasks import NO_TARGET, TASKS
-from stackexp.tasks.generation import LANGUAGES, compute_entropy, find_source
+from stackexp.tasks.generation import LANGUAGES, compute_source_entropy, find_source
 from stackexp.training.objectives.formal_language import FormalLanguageObjective
 
 
@@ -55,7 +55,7 @@ def test_sources_agree_with_enumeration(name):
             assert abs(counts[text] - 300 * p) <= 4.5 * math.sqrt(300 * p * (1 - p)) + 1e-9
         if name != "generate_hardest":
             entropy = -sum(p / total * math.log(p / total) for p in strings.values())
-            assert compute_entropy(name, length) == pytest.approx(entropy, abs=1e-9)
+            assert compute_source_entropy(name, length) == pytest.approx(entropy, abs=1e-9)
 
 
 @pytest.mark.parametrize(("max_length", "num_lengths"), [(80, 40), (39, 20)])

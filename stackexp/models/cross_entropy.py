@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stackexp.config.trainer import TrainerConfig
-from stackexp.models.layers import widen
+from stackexp.stack import widen
 
 NO_TARGET = -100  # the last token of a sequence has no next token; -100 as in torch's cross_entropy
 

@@ -6,9 +6,10 @@ from torch.nn import functional as F
 
 from stackexp.config.model import DeltaNetConfig
 from stackexp.models.attention import check_backend
-from stackexp.models.layers import FeedForward, Linear, RMSNorm, init_weight_, widen
+from stackexp.models.layers import FeedForward, Linear, RMSNorm, init_weight_
 from stackexp.models.memories.base import Stats
 from stackexp.models.recurrent import Recurrent
+from stackexp.stack import widen
 
 DeltaState = tuple[
     Tensor, Tensor

@@ -66,11 +66,6 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-def widen(x: Tensor) -> Tensor:
-    """Return x in float32, or unchanged in float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def get_matmul_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of matrix products with x, under autocast if it is enabled."""
     device_type = x.device.type

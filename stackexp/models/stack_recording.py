@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stackexp.errors import RunError
 from stackexp.models.memories.base import Memory
-from stackexp.models.memories.residual_stack import ResidualStack, ResidualStackOutput, compute_read_share
+from stackexp.models.memories.residual_stack import ResidualStack, ResidualStackOutput, compute_lower_share
 from stackexp.models.memories.stack import StackMemory
 from stackexp.stack import eager, reference, use_implementation
 from stackexp.stack.reference import StackOutput, StackState
@@ -202,7 +202,7 @@ def _measure_residual_stack(output: ResidualStackOutput, slots: Tensor) -> dict[
         "overflow": push,
         "read_slot": slot.float(),
         "read_sharpness": sharpness,
-        "read_share": compute_read_share(output.read, slots),
+        "read_share": compute_lower_share(output.read, slots),
     }
     return {name: value.unsqueeze(-1) for name, value in values.items()}
 

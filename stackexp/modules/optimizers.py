@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from stackexp.config.experiment import AdamWConfig, MuonConfig, ScheduleConfig
 from stackexp.errors import RunError
-from stackexp.models.layers import widen
+from stackexp.stack import widen
 
 
 def build_adamw(config: AdamWConfig, model: nn.Module) -> torch.optim.AdamW:

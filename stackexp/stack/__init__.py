@@ -20,7 +20,7 @@ from stackexp.stack.triton import coefficients, depth_step
 from stackexp.stack.triton.coefficients import CoefficientState
 from stackexp.stack.triton.depth_step import DepthState
 
-__all__ = ["IMPLEMENTATIONS", "StackOutput", "StackState", "empty", "scan", "step", "use_implementation"]
+__all__ = ["IMPLEMENTATIONS", "StackOutput", "StackState", "empty", "scan", "step", "use_implementation", "widen"]
 
 
 def empty(
@@ -46,7 +46,7 @@ def empty(
     """
     module, empty_like = dispatch.choose_state_module(like, axis), like[..., :0]  # only its device and dtype matter
     if module is not depth_step:
-        return module.empty(shape, num_slots, head_dim, _widen(empty_like))
+        return module.empty(shape, num_slots, head_dim, widen(empty_like))
     if num_updates and dispatch.uses_coefficients(like, num_updates, num_slots, head_dim):
         return coefficients.empty(shape, num_slots, head_dim, empty_like, num_updates, dtype)
     return depth_step.empty(shape, num_slots, head_dim, empty_like, dtype=dtype)
@@ -84,10 +84,10 @@ def step(
             return depth_step.step(state, x, logits, query, **options)
         if empty_score is not None:
             module = dispatch.choose_plain_module()
-            options["empty_score"] = _widen(empty_score)
+            options["empty_score"] = widen(empty_score)
         else:
             module = dispatch.choose_step_module(x)
-        return module.step(state, _widen(x), _widen(logits), None if query is None else _widen(query), **options)
+        return module.step(state, widen(x), widen(logits), None if query is None else widen(query), **options)
 
 
 def scan(
@@ -111,15 +111,16 @@ def scan(
         options: num_slots, discipline, read, read_mask, feedback_activation.
     """
     if x.shape[1] == 0:
-        x = _widen(x.detach())
+        x = widen(x.detach())
         zeros = x.new_zeros(x.shape[:3])
         return StackOutput(x, x.new_zeros(*x.shape[:3], 3), entropy=zeros, occupancy=zeros), state
     with torch.autocast(x.device.type, enabled=False):
-        feedback = feedback and tuple(map(_widen, feedback))
-        query = None if query is None else _widen(query)
+        feedback = feedback and tuple(map(widen, feedback))
+        query = None if query is None else widen(query)
         module = dispatch.choose_scan_module(x)
-        return module.scan(state, _widen(x), _widen(logits), query, feedback=feedback, **options)
+        return module.scan(state, widen(x), widen(logits), query, feedback=feedback, **options)
 
 
-def _widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def widen(x: Tensor) -> Tensor:
+    """Return x in float32, or unchanged in float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -70,7 +70,7 @@ Rule = tuple[str, float]
 Grammar = dict[str, list[Rule]]
 
 
-class Source:
+class GrammarSource:
     """The distribution of a grammar over the derivations of each length. `S` is the start symbol."""
 
     def __init__(self, grammar: Grammar, max_length: int):
@@ -203,17 +203,17 @@ def compute_padded_entropy(length: int) -> float:
 
 
 @cache
-def load_source(name: str, max_length: int) -> Source:
+def load_source(name: str, max_length: int) -> GrammarSource:
     """Return the source of a language."""
-    return Source(LANGUAGES[name].grammar, max_length)
+    return GrammarSource(LANGUAGES[name].grammar, max_length)
 
 
-def find_source(name: str, length: int) -> Source:
+def find_source(name: str, length: int) -> GrammarSource:
     """Return the source of a language with tables for this length."""
     return load_source(name, max(256, 1 << length.bit_length()))
 
 
-class Language(NamedTuple):
+class ContextFreeLanguage(NamedTuple):
     """A context-free language; `step` is 2 if its strings have lengths of one parity."""
 
     grammar: Grammar
@@ -227,28 +227,28 @@ class Language(NamedTuple):
 
 
 LANGUAGES = {
-    "generate_marked_reversal": Language(build_reversal("#"), "01#", 1, 2),
-    "generate_unmarked_reversal": Language(build_reversal(""), "01", 2, 2),
-    "generate_padded_reversal": Language(build_padded_reversal(), "01", 1, 1),
-    "generate_dyck_2": Language(build_dyck(), "()[]", 2, 2),
-    "generate_hardest": Language(build_hardest(), "()[],;$", 6, 1),
+    "generate_marked_reversal": ContextFreeLanguage(build_reversal("#"), "01#", 1, 2),
+    "generate_unmarked_reversal": ContextFreeLanguage(build_reversal(""), "01", 2, 2),
+    "generate_padded_reversal": ContextFreeLanguage(build_padded_reversal(), "01", 1, 1),
+    "generate_dyck_2": ContextFreeLanguage(build_dyck(), "()[]", 2, 2),
+    "generate_hardest": ContextFreeLanguage(build_hardest(), "()[],;$", 6, 1),
 }
 
 
-def compute_entropy(name: str, length: int) -> float:
+def compute_source_entropy(name: str, length: int) -> float:
     """Return the entropy in nats of a string given its length. The derivation is unique except of padded reversal."""
     if name == "generate_padded_reversal":
         return compute_padded_entropy(length)
     return find_source(name, length).compute_entropy(length)
 
 
-def register_context_free(name: str, language: Language) -> None:
+def register_context_free(name: str, language: ContextFreeLanguage) -> None:
     """Register the language model of a context-free language."""
 
     def compute_bound(length: int, max_length: int) -> float:
         lengths = {language.fit(n) for n in range(language.min_length, max_length + 1)}
         length = language.fit(length)
-        return (compute_entropy(name, length) + math.log(len(lengths))) / (length + 1)
+        return (compute_source_entropy(name, length) + math.log(len(lengths))) / (length + 1)
 
     @task(
         "context-free generation",

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from stackexp.config.memory import AttentionResidualConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.layers import widen
 from stackexp.models.memories.base import Memory, Stats
+from stackexp.stack import widen
 
 Values = tuple[tuple[Tensor, Tensor], ...]
 """Each v_i [B, T, d] and 1 / rms(v_i) [B, T]."""

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from stackexp.config.memory import HyperConnectionsConfig, ManifoldHyperConnectionsConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.errors import RunError
-from stackexp.models.layers import init_weight_, widen
+from stackexp.models.layers import init_weight_
 from stackexp.models.memories.base import EmbeddingSkip, Stats
+from stackexp.stack import widen
 
 SINKHORN_STEPS = 20  # the paper's value
 SHARP = 4.0  # initial logit of the entries that start near 1; the paper prints no biases

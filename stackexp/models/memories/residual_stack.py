@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from stackexp.config.memory import ResidualStackConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.errors import RunError
-from stackexp.models.layers import widen
 from stackexp.models.memories.base import Memory, Stats, average_actions
 from stackexp.models.memories.stack import NUM_ACTIONS, compute_action_spread
+from stackexp.stack import widen
 
 ACTION_BIAS = (2.0, -2.0, 0.0)  # of push, pop and no-op: initially, the push probability is 0.87
 
@@ -90,7 +90,7 @@ class ResidualStack(Memory):
         x = self.normalize_top(state)
         logits = None if self.actions is None else F.linear(x, widen(self.actions)) + self.action_bias
         output, slots = self.update(state, x, logits, h - previous)
-        stats = {"read_share": compute_read_share(output.read, slots).mean()} if probe else {}
+        stats = {"read_share": compute_lower_share(output.read, slots).mean()} if probe else {}
         if probe and output.action is not None:
             stats |= average_actions(output.action)
             stats["action_spread"] = compute_action_spread(output.action.detach().unsqueeze(-2)).mean()
@@ -132,7 +132,7 @@ def move(slots: Tensor, action: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def compute_read_share(read: Tensor, slots: Tensor) -> Tensor:
+def compute_lower_share(read: Tensor, slots: Tensor) -> Tensor:
     """Return |a_1 H_1 + ... + a_S-1 H_S-1| / |a H| [B, T]: the share of the lower slots in the input of a sublayer."""
     parts = read.float().unsqueeze(-1) * slots.float()
     return parts[..., 1:, :].sum(-2).norm(dim=-1) / parts.sum(-2).norm(dim=-1)

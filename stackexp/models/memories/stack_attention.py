@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from stackexp.config.memory import StackAttentionConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.layers import init_weight_, widen
+from stackexp.models.layers import init_weight_
 from stackexp.models.memories.base import Memory, Stats, average_actions, compute_read_share
+from stackexp.stack import widen
 
 
 class StackAttentionState(NamedTuple):

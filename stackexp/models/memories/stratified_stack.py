@@ -8,8 +8,9 @@ from torch.nn import functional as F
 
 from stackexp.config.memory import StratifiedStackConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.layers import Linear, init_weight_, widen
+from stackexp.models.layers import Linear, init_weight_
 from stackexp.models.memories.base import Memory, Stats, compute_read_share
+from stackexp.stack import widen
 
 
 class StratifiedStackState(NamedTuple):

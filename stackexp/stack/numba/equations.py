@@ -1,9 +1,9 @@
 """The equations of `reference` for one stack and one token, and their gradients.
 
-A stack is a `Row` of pointers to its slots, with the pushed vector in front and zeros behind. So one loop over adjacent
-numbers updates all slots: new[i] = push old[i - D] + pop old[i + D] + no_op old[i]. `count` is the number of occupied
-slots. Zeros and ones have the dtype of the row, because numba widens a float32 times an integer to float64. Only two
-sums over the slots use float64: the softmax denominator and the mean of its gradient.
+A stack is a `StackRow` of pointers to its slots, with the pushed vector in front and zeros behind. So one loop over
+adjacent numbers updates all slots: new[i] = push old[i - D] + pop old[i + D] + no_op old[i]. `count` is the number of
+occupied slots. Zeros and ones have the dtype of the row, because numba widens a float32 times an integer to float64.
+Only two sums over the slots use float64: the softmax denominator and the mean of its gradient.
 
 The `scratch` of a read has the arrays [N] weights (the softmax), contents (w_g . St[j]) and grads (dR . St[j], then the
 gradients of the scores).
@@ -20,7 +20,7 @@ from stackexp.stack.reference import ADDITIVE_PENALTY
 TOP, MULTIPLY, LOG, ADDITIVE = range(4)  # Sizes.read
 
 
-class Row(NamedTuple):
+class StackRow(NamedTuple):
     """The slots and mask of one stack, with an element in front for the push and two zero elements behind."""
 
     slots: Any  # [(1 + N + 2) * D]

@@ -9,7 +9,7 @@ to the first: it recomputes the states of the segment from the saved one, then p
 
 from stackexp.stack.numba.equations import (
     TOP,
-    Row,
+    StackRow,
     action_backward,
     compute_action,
     load_row,
@@ -42,7 +42,7 @@ def get_row(number, scan):
     """Return a row of scratch."""
     length = scan.sizes.last_slots + 3
     slots = pointer(scan.scratch.slots, number * length * scan.sizes.head_dim)
-    return Row(slots, pointer(scan.scratch.mask, number * length))
+    return StackRow(slots, pointer(scan.scratch.mask, number * length))
 
 
 @inlined
