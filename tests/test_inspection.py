@@ -42,7 +42,7 @@ from stackexp.models.stack_recording import (
     MEASUREMENTS,
     Recording,
     _measure_residual_stack,
-    compute_read_weights,
+    compute_occupied_weights,
     record_memories,
     wrap_method,
 )
@@ -168,7 +168,7 @@ def test_read_weights_reproduce_the_read(read, read_mask):
         state = memory.empty_state(h)
         for stack in model.memories:
             output, state = stack.update(state, *stack.project(h), h)
-            weights = compute_read_weights(stack, state)
+            weights = compute_occupied_weights(stack, state)
             torch.testing.assert_close((weights.unsqueeze(-1) * state.slots).sum(-2), output.read)
 
 

@@ -171,7 +171,7 @@ def _measure(
 ) -> dict[str, Tensor]:
     push, pop, no_op = output.action.float().unbind(-1)  # [B, T, H]
     is_full = before.mask.shape[-1] == memory.num_slots
-    weights = compute_read_weights(memory, after) * (after.mask > OCCUPIED)  # [B, T, H, n]
+    weights = compute_occupied_weights(memory, after) * (after.mask > OCCUPIED)  # [B, T, H, n]
     sharpness, slot = weights.max(-1)
     return {
         "push": push,
@@ -207,7 +207,7 @@ def _measure_residual_stack(output: ResidualStackOutput, slots: Tensor) -> dict[
     return {name: value.unsqueeze(-1) for name, value in values.items()}
 
 
-def compute_read_weights(memory: StackMemory, state: StackState) -> Tensor:
+def compute_occupied_weights(memory: StackMemory, state: StackState) -> Tensor:
     """Return the read weights of the occupied slots [..., H, n]; empty slots have the remainder to 1."""
     num_occupied = state.mask.shape[-1]
     if memory.config.read == "top":
