@@ -126,7 +126,7 @@ def test_a_decoding_step_on_cuda_neither_waits_for_the_gpu_nor_copies_to_it(memo
         decoder = make_decoder(Transformer(config).eval(), 5)
         with OperatorRecord() as record, torch.no_grad():
             assert decoder.step().shape == (2, VOCAB)
-    assert len(record.calls) > 50
+    assert len(record.calls) > 30
     assert {tensor.device.type for _, *values in record.calls for tensor in list_tensors(values)} == {"cuda"}
 
 
