@@ -178,6 +178,15 @@ def test_damage_is_reported_before_training(prepared, tmp_path, file, content, m
     assert "\n" not in str(error.value)
 
 
+def test_an_invalid_token_id_is_reported_before_it_reaches_the_model(prepared):
+    data = open_data(prepared)
+    batch = {"tokens": torch.tensor([[1, V]]), "index": torch.tensor([7])}
+    with pytest.raises(RunError, match=r"token id 300 in sequences \[7\] is not below data\.vocab_size 300"):
+        data.on_before_batch_transfer(batch, 0)
+    batch["tokens"] -= 1
+    assert data.on_before_batch_transfer(batch, 0) is batch
+
+
 def test_a_set_with_a_larger_tokenizer_than_the_model_is_refused(prepared):
     """The run has no tokenizer of its own, so that of the set would be used."""
     message = rf"foreign/tokenizer\.json: has {V - 10} ids, more than data\.vocab_size 100; prepare the set with"

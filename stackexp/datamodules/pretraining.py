@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -121,6 +122,15 @@ class PretrainingData(ExperimentData):
     def build_eval_loader(self, dataset: EvaluationSet, rank: int, world_size: int) -> DataLoader:
         """Return a loader of one rank's share of a set."""
         return build_perplexity_loader(dataset.chunks, self.config.eval_batch_size, self.eval_limit, rank, world_size)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Check the token ids. On a GPU, an invalid id would end the process with a device assertion."""
+        if (largest := int(batch["tokens"].max())) >= self.config.vocab_size:
+            raise RunError(
+                f"token id {largest} in sequences {batch['index'].tolist()} is not below data.vocab_size "
+                f"{self.config.vocab_size}, so a shard is damaged; prepare the set again"
+            )
+        return batch
 
     def _evaluation_paths(self, stage: str) -> dict[str, Path]:
         paths = self.data_paths()
