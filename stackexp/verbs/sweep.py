@@ -97,6 +97,6 @@ class Stop(Verb):
 
 
 class Results(Grid):
-    """Compare the finished trials of a sweep by its objective, the best first. `report grid` draws them."""
+    """Compare the finished trials of a sweep by its objective, the best first. `--figure` draws them."""
 
     examples = ("sweep results stack_grid", "sweep results quick_grid --markdown")
