@@ -51,7 +51,7 @@ def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, capsys
     path = folder / "environment.json"
     path.write_text(path.read_text().replace('"gpus"', '"versions": {"torch": "2.0"}, "gpus"'))
     assert main(["verdict", str(question.path), "--report"]) == 0
-    assert "1 pairs: on another CPU, or with another torch" in capsys.readouterr().out
+    assert "1 pairs: the two runs had different CPUs or versions of torch" in capsys.readouterr().out
 
 
 def test_a_changed_plugin_is_refused(question, tmp_path, monkeypatch, capsys):
@@ -82,7 +82,7 @@ def test_the_plan_holds_for_one_config_and_one_version(question, capsys):
     assert "the config of plain, same changed since" in capsys.readouterr().err
     config.write_text(before)
     assert main(["verdict", str(question.path), "--report"]) == 0
-    note = "3 pairs: not checked for equal training data; data.jsonl is missing or has no common step"
+    note = "3 pairs: training data not compared; data.jsonl is missing or has no common step"
     assert note in " ".join(capsys.readouterr().out.split())
     plan = question.folder / "verdict.json"
     written = json.loads(plan.read_text())

@@ -1,4 +1,4 @@
-"""What a verdict prints: pairs and hours, the date of the plan, tuning, averaged weights; and plans before any run."""
+"""Report of a verdict: pairs and hours, the date of the plan, tuning, averaged weights; and plans before any run."""
 
 import itertools
 import json
@@ -121,7 +121,7 @@ def test_a_chosen_edge_and_a_short_search_are_named(question, capsys):
     question.run()
     assert main(["verdict", str(question.path), "--report"]) == 0
     printed = capsys.readouterr().out
-    assert "same: chose the largest optimizer.lr that was tried; one beyond may be better" in printed
+    assert "same: chose the largest optimizer.lr that was tried, so the best may lie beyond" in printed
     assert "plain: chose the smallest optimizer.lr that was tried" in printed
     tuning = printed.partition("Tuning:")[2].partition("Notes")[0]
     assert re.search(r"^same .* 1\.0000 +no$", tuning, re.M)

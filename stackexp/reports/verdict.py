@@ -123,7 +123,7 @@ def build_verdict(verdict: Question) -> Report:
 
 
 def open_pairs(verdict: Question, plan: PairPlan) -> tuple[QuestionStage, list[str]]:
-    """Return the stage of the pairs, and notes if the data of some were not compared, or their CPUs or torch differ.
+    """Return the stage of the pairs, and notes on pairs with unknown data, or with different CPUs or versions of torch.
 
     Raises RunError if the two runs of a pair had other data or another device.
     """
@@ -147,8 +147,11 @@ def open_pairs(verdict: Question, plan: PairPlan) -> tuple[QuestionStage, list[s
                 f"{pair[0].path}: had other data or another device than {pair[1].path} ({difference}), so they are no "
                 "pair; remove one of them and repeat the command"
             )
-    notes = [f"{uncompared} pairs: not checked for equal training data; {FILE_NAME} is missing or has no common step"]
-    return stage, notes * bool(uncompared) + [f"{others} pairs: on another CPU, or with another torch"] * bool(others)
+    notes = {
+        f"{uncompared} pairs: training data not compared; {FILE_NAME} is missing or has no common step": uncompared,
+        f"{others} pairs: the two runs had different CPUs or versions of torch": others,
+    }
+    return stage, [note for note, count in notes.items() if count]
 
 
 def _build_lines(
@@ -280,7 +283,8 @@ def _describe_chunks(verdict: Question, plan: PairPlan, stage: QuestionStage) ->
         pairs = [(rows[ours], rows[base]) for ours, base in keys if ours in rows and base in rows]
         if arm != plan.baseline and pairs:
             comparisons.append(ArmComparison(arm, pairs, [], []))
-    return [f"{note} All pairs share the chunks, so intervals are for these." for note in describe_noise(comparisons)]
+    notes = describe_noise(comparisons)
+    return [f"{note} All pairs share the chunks, so more pairs do not reduce the latter." for note in notes]
 
 
 def _describe_edges(verdict: Question, plan: PairPlan) -> list[str]:
@@ -294,7 +298,7 @@ def _describe_edges(verdict: Question, plan: PairPlan) -> list[str]:
                 if len(tried) > 2 and [plan.values[arm][key]] == end:
                     ends.setdefault((word, key), []).append(arm)
     return [
-        f"{', '.join(arms)}: chose the {word} {key} that was tried; one beyond may be better"
+        f"{', '.join(arms)}: chose the {word} {key} that was tried, so the best may lie beyond"
         for (word, key), arms in ends.items()
     ]
 
