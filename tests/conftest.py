@@ -47,7 +47,10 @@ TINY = {
 }
 
 
-LONG_GROUPS = ("trained", "cluster", "test_triton_depth.py", "test_triton_scan.py", "test_sweep_worker.py")
+LONG_GROUPS = (
+    *("trained", "cluster", "test_faults.py", "test_triton_compiler.py"),
+    *("test_triton_depth.py", "test_triton_scan.py", "test_sweep_worker.py"),
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks

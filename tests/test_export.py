@@ -245,7 +245,7 @@ def test_the_tokenizer_of_the_training_is_required(trained, tmp_path, capsys, ch
     assert not (tmp_path / "hf").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_exported_models_work_with_transformers_5(tmp_path):
     environment = tmp_path / "venv"
     venv.create(environment, with_pip=True)

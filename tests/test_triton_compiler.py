@@ -14,7 +14,15 @@ AXES = {name: {"forward", "backward"} for name in ("depth", "scan")}
 AXES["coefficients"] = {"update_forward", "update_backward", "read_forward", "read_backward"}
 AXES["projection"] = {"down_kernel", "up_kernel", "weights_kernel"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")]
+SHORT = {"scan", "projection"}
+"""The kernels that the oldest Triton compiles in usual sizes within a minute; the others take up to four."""
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+
+def choose_mark(is_short: bool) -> pytest.MarkDecorator:
+    """Return the mark `process` for a test that CI runs, `slow` for one of several minutes."""
+    return pytest.mark.process if is_short else pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +34,19 @@ def oldest_path(tmp_path_factory) -> str:
     return f"{site}:{os.environ.get('PYTHONPATH', '')}"
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", [pytest.param(axis, marks=choose_mark(axis == "projection")) for axis in AXES])
 def test_kernels_compile_with_the_oldest_triton(axis, oldest_path, tmp_path):
     assert len(compile_kernels(axis, "cases", OLDEST, tmp_path, oldest_path)) > 20
 
 
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("is_oldest", [True, False])
+@pytest.mark.parametrize(
+    ("axis", "is_oldest"),
+    [
+        pytest.param(axis, is_oldest, marks=choose_mark(axis in SHORT or not is_oldest))
+        for axis in AXES
+        for is_oldest in (True, False)
+    ],
+)
 def test_kernels_of_usual_sizes_stay_in_registers(axis, is_oldest, tmp_path, request):
     """A warp of the depth axis needs no barriers."""
     version, path = importlib.metadata.version("triton"), os.environ.get("PYTHONPATH", "")

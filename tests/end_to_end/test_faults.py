@@ -65,7 +65,7 @@ def test_busy_port_ends_all_processes(program, tiny):
     assert "Traceback" not in output
 
 
-@pytest.mark.slow  # half a minute of silence
+@pytest.mark.process
 def test_a_frozen_first_rank_is_named(program, tiny, tmp_path):
     process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS)
     wait_until(lambda: has_checkpoint(tmp_path / "runs"), process)
@@ -77,7 +77,7 @@ def test_a_frozen_first_rank_is_named(program, tiny, tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_is_named_and_ends_the_others(program, tiny, tmp_path, victim):
     process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS)
     wait_until(lambda: has_checkpoint(tmp_path / "runs"), process)

@@ -45,7 +45,7 @@ def for_two_nodes(script: str) -> str:
     return script
 
 
-@pytest.mark.slow  # a minute and a half
+@pytest.mark.process
 def test_a_requeued_run_resumes_exactly(slurm: Slurm, program, tiny, tmp_path):
     """The docs' script shards the run over two nodes; it is signaled, requeued, and equals an undisturbed run."""
     reference = program.start("fit", "--config", tiny, *FSDP, "trainer.devices=2", "--run", tmp_path / "reference")
@@ -66,7 +66,7 @@ def test_a_requeued_run_resumes_exactly(slurm: Slurm, program, tiny, tmp_path):
     assert record(run) == record(RunFolder(tmp_path / "reference"))
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_sweep_survives_a_signal_and_the_loss_of_a_node(slurm: Slurm, program, tiny, tmp_path):
     """One trial is sharded over both nodes. In the end all trials are finished, each exactly once."""
     path = tmp_path / "study.yaml"
