@@ -133,7 +133,10 @@ MISTAKES = {
     "formal/stacktrans": [
         ("data.task=reverse_strings", "did you mean 'reverse_string'?"),
         ("model.memory.eval_num_slots=8", "model.memory.eval_num_slots: must not be smaller than num_slots 24"),
-        ("data.eval_max_length=40", "data.eval_max_length: must be larger than max_length 40"),
+        (
+            "data.eval_max_length=40",
+            "data.eval_max_length: must be at least 41, to include strings longer than max_length 40",
+        ),
         ("data.output_vocab_size=5", "data.output_vocab_size: data.task reverse_string has 2, found 5; remove this op"),
         ("data.vocab_size=2", "data.vocab_size: data.task reverse_string has 3, found 2; remove this option"),
         (

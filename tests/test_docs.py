@@ -224,7 +224,7 @@ def test_printed_statistics_of_a_set_have_current_rows(corpus, capsys):
     def list_labels(lines: list[str]) -> list[str]:
         return [line.split("  ")[1].strip() for line in itertools.takewhile(str.strip, lines[1:])]
 
-    shown = find_blocks(ROOT / "docs/data.md")["data inspect ~/.cache/stackexp/stdlib-*/train"]
+    shown = find_blocks(ROOT / "docs/data.md")["data inspect ~/.cache/stackexp/stdlib-ID/train"]
     assert list_labels(shown) == list_labels(run(f"data inspect {corpus['train']}", capsys))
 
 

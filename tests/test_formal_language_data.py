@@ -40,7 +40,7 @@ def test_a_training_batch_depends_on_seed_and_step_also_after_resume():
 @pytest.mark.parametrize("task", TASKS)
 def test_tokens_are_the_string_and_one_empty_token_per_answer_symbol(task):
     """Tasks that answer at every token have no empty tokens."""
-    data = build_data(f"task={task}", "max_length=12", "validation_max_length=13", "batch_size=8")
+    data = build_data(f"task={task}", "max_length=12", "validation_max_length=14", "batch_size=8")
     batch = data.sample_training_batch(3)
     tokens, targets, mask = (batch[key].numpy() for key in ("tokens", "targets", "mask"))
     rng = np.random.default_rng([0, 3])
@@ -55,6 +55,20 @@ def test_tokens_are_the_string_and_one_empty_token_per_answer_symbol(task):
     assert (mask <= (targets != NO_TARGET)).all()
     assert expected.inputs.max() < TASKS[task].num_symbols == data.config.vocab_size - bool(num_empty)
     assert targets.max() < data.config.output_vocab_size
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_first_tested_strings_are_longer_than_those_of_the_training(task):
+    """Also in languages without strings of some lengths, where a length is rounded down."""
+    data = build_data(f"task={task}", "max_length=40", "validation_max_length=60", "eval_max_length=90").config
+    lengths = [TASKS[task].sample(np.random.default_rng(0), 1, n).inputs.shape[1] for n in range(38, 46)]
+    seen, first = lengths[2], data.first_unseen_length
+    assert min(n for n, length in zip(range(38, 46), lengths, strict=True) if length > seen) == first <= 42
+    assert next(n for n in data.tested_lengths if n > 40) == first
+    assert {
+        strings.length
+        for strings in build_data(f"task={task}", "max_length=40", "validation_max_length=44").sets("validate")
+    } == set(range(first, 45))
 
 
 def test_loop_fraction_makes_strings_end_in_repeated_words():

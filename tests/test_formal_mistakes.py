@@ -1,13 +1,17 @@
 """Invalid formal-language experiments: one error line each, before anything starts."""
 
+import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from stackexp.config.compose import compose
 from stackexp.datamodules.formal_language import FormalLanguageData
 from stackexp.errors import ConfigError
 from stackexp.inspection.inspect import open_task
+from stackexp.tasks import TASKS, Task
+from stackexp.tasks import task as register_task
 
 
 def test_verbs_for_text_reject_formal_languages():
@@ -23,3 +27,82 @@ def test_strings_to_inspect_exist():
             open_task(run, f"binary_addition:{length}")
     with pytest.raises(ConfigError, match="reverse_string: the run was trained on binary_addition; use"):
         open_task(run, "reverse_string")
+
+
+def draw_letters(rng, batch_size, length):
+    """Return strings of two letters with an answer at each, for the cases below."""
+    return rng.integers(0, 2, (batch_size, length)), rng.integers(0, 2, (batch_size, length))
+
+
+WRONG = {
+    "at length 5 its generator returned 6 symbols and 5 answers": lambda x, y: (np.column_stack([x, x[:, 0]]), y),
+    "answers of 1 symbols; output_length gives 5": lambda x, y: (x, y[:, :1]),
+    "strings [5] of int64; return int64 [3, length of the string]": lambda x, y: (x[0], y),
+    "answers [3, 5] of int32; return int64 [3, length of the answer]": lambda x, y: (x, y.astype("int32")),
+    "strings [2, 5] of int64; return int64 [3, ": lambda x, y: (x[:2], y),
+    "the string id 2; return ids from 0 to 1": lambda x, y: (x + 1, y),
+    "the answer id -1; return ids from 0 to 1": lambda x, y: (x, y - 1),
+    "a string without an answer; each needs one that is not -100": lambda x, y: (x, np.where(x[:, :1] == 0, y, -100)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_generator_that_breaks_its_contract_is_named(message):
+    def generate(rng, batch_size, length):
+        return WRONG[message](*draw_letters(rng, batch_size, length))
+
+    task = Task("mine", "own", generate, "ab", "xy", lambda length: length, answers_every_token=True)
+    with pytest.raises(ConfigError, match="^task mine: " + ".*" + re.escape(message)):
+        task.sample(np.random.default_rng(0), 3, 5)
+
+
+def test_strings_longer_than_the_length_are_named():
+    def generate(rng, batch_size, length):
+        return draw_letters(rng, batch_size, length + 30)[0], np.zeros((batch_size, 1), "int64")
+
+    task = Task("mine", "own", generate, "ab", "xy", lambda length: 1)
+    with pytest.raises(ConfigError, match="at length 5 its generator returned strings of 35 symbols; return at most 5"):
+        task.sample(np.random.default_rng(0), 3, 5)
+
+
+def test_repeated_words_would_change_what_accuracy_counts():
+    def generate(rng, batch_size, length):
+        return *draw_letters(rng, batch_size, length), np.zeros(batch_size, "int64")
+
+    task = Task("mine", "own", generate, "ab", "xy", lambda length: length, solve=lambda strings: strings)
+    assert task.sample(np.random.default_rng(0), 3, 5).mask.sum(1).tolist() == [1, 1, 1]
+    with pytest.raises(ConfigError, match=r"task mine: has a mask of its own, which data\.loop_fraction would change"):
+        task.sample(np.random.default_rng(0), 3, 5, loop_fraction=1.0)
+
+
+@pytest.mark.parametrize("names", ["symbols", "answer_symbols"])
+def test_symbols_have_names_of_their_own(names):
+    options = {"symbols": "ab", "answer_symbols": "xy"} | {names: "aa"}
+    with pytest.raises(ValueError, match=f"task 'mine': {names} repeat a symbol"):
+        register_task("own", name="mine", **options)(draw_letters)
+    assert "mine" not in TASKS
+
+
+def test_two_tasks_of_one_file_have_different_names():
+    def repeat(rng, batch_size, length):
+        return draw_letters(rng, batch_size, length)
+
+    register = register_task("own", name="mine", symbols="ab", answer_symbols="xy")
+    try:
+        register(register(draw_letters))  # as a file that is imported again
+        with pytest.raises(ValueError, match="task 'mine' is already registered by test_formal_mistakes"):
+            register(repeat)
+    finally:
+        del TASKS["mine"]
+
+
+def test_the_entropy_assumes_uniform_lengths():
+    options = ["data.task=generate_dyck_2", "data.longest_fraction=0.5"]
+    with pytest.raises(ConfigError, match=r"data\.longest_fraction: the entropy of generate_dyck_2 assumes uniform"):
+        compose(["formal/lstm"], options)
+    assert (
+        compose(
+            ["formal/lstm"], ["data.task=generate_hardest", "data.curriculum_steps=0", options[1]]
+        ).data.longest_fraction
+        == 0.5
+    )

@@ -58,6 +58,26 @@ def test_sources_agree_with_enumeration(name):
             assert compute_source_entropy(name, length) == pytest.approx(entropy, abs=1e-9)
 
 
+def test_grammars_have_the_published_probabilities():
+    """DuSell & Chiang 2020, Section 5.1: a geometric number of repetitions with mean m continues with m / (1 + m)."""
+    grammars = {name.removeprefix("generate_"): language.grammar for name, language in LANGUAGES.items()}
+    for name, symbol, expected in (
+        ("marked_reversal", "S", [30 / 61, 30 / 61, 1 / 61]),
+        ("unmarked_reversal", "S", [30 / 61, 30 / 61, 1 / 61]),
+        ("padded_reversal", "S", [30 / 61, 30 / 61, 0.5 / 61, 0.5 / 61]),
+        ("padded_reversal", "A", [30 / 31, 1 / 31]),
+        ("dyck_2", "S", [1 / 2, 1 / 2]),
+        ("dyck_2", "T", [39 / 80, 39 / 80, 1 / 80, 1 / 80]),
+        ("hardest", "K", [1 / 3, 2 / 3]),
+        ("hardest", "U", [1 / 3, 2 / 3]),
+        ("hardest", "V", [1 / 2, 1 / 2]),
+        ("hardest", "Q", [1 / 4, 3 / 4]),
+        ("hardest", "D", [3 / 5, 2 / 5]),
+        ("hardest", "T", [3 / 8, 3 / 8, 1 / 8, 1 / 8]),
+    ):
+        assert [p for _, p in grammars[name][symbol]] == pytest.approx(expected), (name, symbol)
+
+
 @pytest.mark.parametrize(("max_length", "num_lengths"), [(80, 40), (39, 20)])
 def test_the_bound_is_the_cross_entropy_of_the_source(max_length, num_lengths):
     """Marked reversal of 2 n + 1 symbols is one of 2^n strings and of the lengths trained on, over 2 n + 2 symbols."""
@@ -139,3 +159,10 @@ def test_recalled_values_follow_the_keys(name):
             assert (target[~mask] == NO_TARGET).all()
             assert not mask[: 2 * pairs].any()
     assert task.num_symbols == 8192 or name.endswith("small")
+
+
+def test_gaps_before_repeated_keys_follow_the_published_power_law():
+    batch = TASKS["mqar_4_small"].sample(np.random.default_rng(0), 4000, 5)  # one pair, then three symbols
+    shares = batch.mask.mean(0)[2:]
+    expected = np.arange(1, 4) ** -0.99
+    assert shares == pytest.approx(expected / expected.sum(), abs=0.03)

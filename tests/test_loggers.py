@@ -37,6 +37,7 @@ from stackexp.training.loggers import (
     send_line,
     write_points,
 )
+from stackexp.training.trainer import build_callbacks
 
 QUIET = ("logging.progress_bar=false", "trainer.keep_checkpoints=9")
 LOSS = "train/loss"
@@ -297,6 +298,22 @@ def test_mistakes_in_the_config(override, words):
     with pytest.raises(ConfigError) as caught:
         compose(["quickstart"], [override])
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["trainer.callbacks", "logging.loggers"])
+@pytest.mark.parametrize("name", ["subprocess:Popen", "os:system", "stackexp.runs:RunFolder"])
+def test_classes_that_are_no_callbacks_or_loggers_are_not_called(tmp_path, key, name):
+    """A config may come from somebody else: its options must not become the arguments of just any function."""
+    entry = {"class": name, "options": {"args": ["touch", str(tmp_path / "ran")]}}
+    config = compose(["quickstart"], [f"{key}={json.dumps([entry])}"])
+    base, build = {
+        "trainer.callbacks": ("Callback", lambda: build_callbacks(config, *[None] * 4)),
+        "logging.loggers": ("Logger", lambda: build_loggers(config, RunFolder(tmp_path))),
+    }[key]
+    message = rf"^{re.escape(key)}: {name}: not a {base}; derive it from lightning\.pytorch"
+    with pytest.raises(ConfigError, match=message):
+        build()
+    assert not (tmp_path / "ran").exists()
 
 
 # TensorBoard

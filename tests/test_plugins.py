@@ -124,7 +124,9 @@ def test_a_task_from_outside_has_the_rights_of_ours(monkeypatch):
 def test_a_task_with_the_name_of_ours_is_refused():
     write("ours.py", TASK_PLUGIN.replace("count_letters", "parity_check"))
     error = compose_error([write("x.yaml", "defaults: [formal/transformer]\nplugins: [ours.py]\n")])
-    assert "task 'parity_check' is already registered by stackexp.tasks.regular; choose another name" in error
+    assert (
+        "task 'parity_check' is already registered by stackexp.tasks.regular.parity_check; choose another name" in error
+    )
     assert TASKS["parity_check"].symbols == "ab"
 
 

@@ -121,6 +121,9 @@ def test_negatives_are_random_strings_or_near_positive_ones():
     rng = np.random.default_rng(0)
     distances = [sum(a != b for a, b in zip("0" * 50, edit(rng, "0" * 50, "01"), strict=True)) for _ in range(500)]
     assert 0.5 < np.mean(distances) < 2, "half of the insertions and no deletion of a zero can be seen"
+    text = "01" * 25  # an insertion or a deletion shifts it, so only replacements are near: 1/3 of single edits
+    near = [sum(a != b for a, b in zip(text, edit(rng, text, "01"), strict=True)) <= 1 for _ in range(2000)]
+    assert 1 / 2 / 3 <= np.mean(near) < 0.24, "half of the strings have one edit"
     task = TASKS["recognize_marked_copy"]
     batch = task.sample(rng, 2000, 41)
     negatives = batch.inputs[batch.targets[:, 0] == 0]

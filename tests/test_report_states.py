@@ -1,6 +1,7 @@
 """`report states`: states of tasks, distances, traces of stacks, and the prediction of failure."""
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,6 +97,15 @@ def test_depth_is_the_nesting_of_brackets_or_the_position_in_the_stack():
     assert depth is not None
     assert depth.tolist() == expected
     assert len(set(depth.flat)) > 1
+    for task in (TASKS["dyck_2_5"], TASKS["generate_dyck_2"], TASKS["recognize_dyck_2_3"]):
+        strings = task.sample(np.random.default_rng(0), 8, 40)
+        for row, found in zip(strings.inputs, measure_depth(task, strings), strict=True):
+            text = " ".join(task.symbols[symbol] for symbol in row)
+            depths = [
+                len(re.findall(r"[(\[]", text[:i])) - len(re.findall(r"[)\]]", text[:i])) for i in range(len(text) + 1)
+            ]
+            assert set(found) == {max(depths[1:])}
+    assert measure_depth(TASKS["repl_s3"], draw("repl_s3", length=5)) is None
     reverse = measure_depth(TASKS["reverse_string"], draw("reverse_string"))
     assert reverse is not None
     assert reverse[3].tolist() == list(range(1, 22))
@@ -241,7 +251,7 @@ def test_prediction_compares_figures_with_the_validation_accuracy():
     ratios = [0.1, 0.2, 0.3, 0.15, 0.6, 0.7, 0.9, 0.5]
     runs = make_runs(scores, [1.0] * 6 + [0.6, 1.0], ratios)
     text = format_report(build_state_report(runs, []), "markdown")
-    assert "Of 7 runs with an accuracy of at least 0.99 at 41..60, 3 fail" in text
+    assert "Of 7 runs with a validation accuracy of at least 0.99, 3 fail" in text
     cells = read_row(text, "hidden: within/between at 60")
     assert cells[:2] == ["8", "4"]
     assert cells[2].startswith("-0.9")

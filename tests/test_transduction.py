@@ -3,13 +3,16 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from stackexp.config.compose import compose
-from stackexp.datamodules.formal_language import FormalLanguageData
+from stackexp.datamodules.formal_language import FormalLanguageData, build_string_batch
 from stackexp.errors import RunError
+from stackexp.modules.metrics import SequenceScores
 from stackexp.modules.transduction import Transduction
+from stackexp.tasks import NO_TARGET, TASKS
 
 SMALL = ["model.hidden_size=16", "model.num_layers=2", "model.intermediate_size=16", "data.batch_size=12"]
 SMALL += ["model.memory.axis=depth", "data.task=stack_manipulation", "model.memory.action_noise=0"]
@@ -100,6 +103,22 @@ def test_non_finite_gradient_error_has_step_and_length():
     length = strings["length"]
     with pytest.raises(RunError, match=rf"^step 1: loss .* gradient norm nan on lengths \[{length}\] of rank 0"):
         model.configure_gradient_clipping(model.configure_optimizers()["optimizer"])
+
+
+@pytest.mark.parametrize("task", ["mqar_4_small", "dyck_2_3"])
+def test_the_loss_of_a_set_is_the_mean_over_answers_of_the_mean_over_strings(task):
+    model = Transduction(compose(["formal/lstm"], [f"data.task={task}", "model.hidden_size=8"]))
+    strings = TASKS[task].sample(np.random.default_rng(0), 4, 12)
+    batch = build_string_batch(strings, TASKS[task]) | {"index": torch.arange(4)}
+    metric = SequenceScores(4)
+    model.update_set_metric(metric, batch)
+    with torch.no_grad():
+        log = model.model(batch["tokens"]).logits.log_softmax(-1)
+    rows = [
+        [-log[i, j, answer].item() for j, answer in enumerate(row) if answer != NO_TARGET]
+        for i, row in enumerate(strings.targets)
+    ]
+    assert metric.compute()["loss"] == pytest.approx(np.mean([np.mean(row) for row in rows]), rel=1e-5)
 
 
 def test_validation_scores_have_means_and_every_length():

@@ -280,14 +280,14 @@ class FormalLanguageConfig:
     """Probability mass that training targets spread evenly over all symbols."""
 
     validation_max_length: int = task_length("validation_max_length", 60, affects="evaluation")
-    """Validations during training test every length from max_length + 1 to this one."""
+    """Validations during training test every length of longer strings than in training up to this one."""
     validation_sequences: int = option(32, min=1, affects="evaluation")
     """Strings of each length in validations during training."""
 
     eval_max_length: int = task_length("eval_max_length", 500, affects="evaluation")
     """Longest test string."""
     eval_length_stride: int = option(1, min=1, affects="evaluation")
-    """Test every N-th length, starting at max_length + 1, and the longest."""
+    """Test every N-th length, starting at the first above max_length, and the longest."""
     eval_sequences: int = option(512, min=1, affects="evaluation")
     """Test strings of each length."""
     eval_batch_size: int = option(128, min=1, affects="execution")
@@ -310,8 +310,11 @@ class FormalLanguageConfig:
         if self.curriculum_steps and self.curriculum_start > self.max_length:
             yield "curriculum_start", f"must not be larger than max_length {self.max_length}"
         for name in ("validation_max_length", "eval_max_length"):
-            if getattr(self, name) <= self.max_length:
-                yield name, f"must be larger than max_length {self.max_length}, to include longer strings"
+            if getattr(self, name) < self.first_unseen_length:
+                longer = f"to include strings longer than max_length {self.max_length}"
+                yield name, f"must be at least {self.first_unseen_length}, {longer}"
+        if self.longest_fraction and task.entropy:
+            yield "longest_fraction", f"the entropy of {self.task} assumes uniform lengths; remove this option"
 
     def find_experiment_errors(self, config: ExperimentConfig, is_training: bool) -> Errors:
         """Yield the errors that involve other sections; keys are full keys."""
@@ -321,10 +324,16 @@ class FormalLanguageConfig:
         yield from find_batch_errors(self.batch_size, config)
 
     @property
+    def first_unseen_length(self) -> int:
+        """Return the smallest length whose strings are longer than those of the training."""
+        return TASKS[self.task].find_unseen_length(self.max_length)
+
+    @property
     def tested_lengths(self) -> list[int]:
         """Return the string lengths of the test: every `eval_length_stride`-th one, and the longest."""
-        first, last = self.max_length + 1, self.eval_max_length
-        return [n for n in range(1, last + 1) if (n - first) % self.eval_length_stride == 0 or n == last]
+        first, last = self.first_unseen_length, self.eval_max_length
+        lengths = [*range(1, self.max_length + 1), *range(first, last + 1)]
+        return [n for n in lengths if (n - first) % self.eval_length_stride == 0 or n == last]
 
     @property
     def context_length(self) -> int:

@@ -177,16 +177,22 @@ def locate_class(entry: Any, origin: str, folder: Path) -> Any:
     return {"class": located, "options": options} if isinstance(entry, dict) else located
 
 
-def build_class(key: str, entry: Any) -> Any:
-    """Build an object of an entry's `module:Class`, which has been located. Raises ConfigError if that fails."""
+def build_class(key: str, entry: Any, base: type) -> Any:
+    """Build an object of an entry's `module:Class`, which has been located. Raises ConfigError if that fails.
+
+    Only classes derived from `base` are called: others, such as subprocess.Popen, could do anything with the options.
+    """
     name, options = split_class(entry)
     module, _, attribute = name.rpartition(":")
     try:
         loaded = _import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-        return getattr(loaded, attribute)(**options)
+        found = getattr(loaded, attribute)
+        if isinstance(found, type) and issubclass(found, base):
+            return found(**options)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{key}: cannot build {name}: {reason}") from error
+    raise ConfigError(f"{key}: {name}: not a {base.__name__}; derive it from {base.__module__}.{base.__qualname__}")
 
 
 def _import_file(path: Path) -> types.ModuleType:

@@ -72,7 +72,7 @@ class FormalLanguageData(ExperimentData):
         """Return the sets of a stage without the skipped ones, one for each length."""
         config = self.config
         if stage == "validate":
-            lengths: Any = range(config.max_length + 1, config.validation_max_length + 1)
+            lengths: Any = range(config.first_unseen_length, config.validation_max_length + 1)
             sequences = config.validation_sequences
         else:
             lengths, sequences = config.tested_lengths, config.eval_sequences

@@ -20,7 +20,7 @@ TABLE_LENGTHS = (20, 40, 60, 100, 200, 300, 500)  # more columns would not fit 8
 
 def get_ranges(data: FormalLanguageConfig) -> list[Lengths]:
     """Return the ranges of lengths that scores are averaged over: 41..100 and 41..500 by default."""
-    first, last = data.max_length + 1, data.eval_max_length
+    first, last = data.first_unseen_length, data.eval_max_length
     return [(first, end) for end in dict.fromkeys([NEAR_END, last]) if first <= end <= last]
 
 

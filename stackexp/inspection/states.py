@@ -53,6 +53,11 @@ def build_states(paths: Sequence[Path], num_strings: int = 64) -> Report:
     runs, notes = [], list(results.skipped)
     for run in results.runs:
         score, path = run.compute_score(SCORED), run.row["path"]
+        if (longest := run.row["data.max_length"]) >= SCORED[0]:
+            notes.append(
+                f"skipped, trained on up to {longest} symbols, so {SCORED[0]}..{SCORED[1]} are no test: {path}"
+            )
+            continue
         if score is None or "validation_accuracy" not in run.row:
             notes.append(f"skipped, unfinished or not tested over {SCORED[0]}..{SCORED[1]}: {path}")
             continue
@@ -113,11 +118,12 @@ def label_tokens(task: Task, strings: TaskBatch) -> np.ndarray:
 def measure_depth(task: Task, strings: TaskBatch) -> np.ndarray | None:
     """Return the depth of each answer symbol [B, O]; None for tasks without brackets and without pops.
 
-    It is the deepest nesting of brackets in the string, or the position in the stack, from 1 at the top.
+    It is the deepest nesting of all kinds of brackets in the string, or the position in the stack, from 1 at the top.
     """
-    if "(" in task.symbols:
-        steps = [(strings.inputs == task.symbols.index(bracket)).cumsum(1) for bracket in "()"]
-        return np.broadcast_to((steps[0] - steps[1]).max(1, keepdims=True), strings.targets.shape)
+    steps = np.array([x.startswith(("(", "[")) - x.endswith((")", "]")) for x in task.symbols])
+    if (steps > 0).any():
+        depths = steps[strings.inputs].cumsum(1)
+        return np.broadcast_to(depths.max(1, keepdims=True), strings.targets.shape)
     if task.name in POPPING:
         return np.broadcast_to(np.arange(1, strings.targets.shape[1] + 1), strings.targets.shape)
     return None

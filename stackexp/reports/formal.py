@@ -221,6 +221,8 @@ def _describe_unused_runs(results: Results) -> list[str]:
             count = len({run.row["seed"] for run in runs})
             seeds = f"{count} seed{'s' * (count > 1)}"
             reason = "recipe not chosen by validation accuracy and seeds"
+            if not any(run.evaluation for run in runs):
+                reason = "recipe without a run that is finished and tested over these lengths"
             notes.append(f"{column}, {task}: {reason}: {shown} ({seeds}; {runs[0].row['path']})")
         if cell.duplicates:
             paths = ", ".join(f"{run.row['path']} (seed {run.row['seed']})" for run in cell.duplicates)

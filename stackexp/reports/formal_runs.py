@@ -243,7 +243,9 @@ def read_runs(paths: Sequence[Path | str], lengths: Lengths) -> tuple[list[Forma
 
 def _choose_lengths(task: str, rows: Sequence[Row], lengths: Lengths) -> Lengths:
     """Return the lengths that a task is scored over: those of the table, or else all that no run was trained on."""
-    own = max(row["data.max_length"] for row in rows) + 1, max(row["data.eval_max_length"] for row in rows)
+    longest = max(row["data.max_length"] for row in rows)
+    first = TASKS[task].find_unseen_length(longest) if task in TASKS else longest + 1
+    own = first, max(row["data.eval_max_length"] for row in rows)
     return lengths if task in CHOMSKY_TASKS or own[0] <= lengths[0] <= lengths[1] <= own[1] else own
 
 
@@ -354,9 +356,9 @@ class Results:
         return [run for run in cell.runs if finest and run.num_strings < finest.num_strings]
 
     def guess_accuracy(self, task: str) -> float:
-        """Return the accuracy of a uniform guess."""
+        """Return the accuracy of a uniform guess; 0 where a prediction needs most of the probability of its rivals."""
         if task in TASKS:
-            return 1 / len(TASKS[task].rivals or TASKS[task].answer_symbols)
+            return 0.0 if TASKS[task].rivals else 1 / len(TASKS[task].answer_symbols)
         return 1 / next(run.row["data.output_vocab_size"] for run in self.runs if run.task == task)
 
 

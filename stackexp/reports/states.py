@@ -106,7 +106,7 @@ class Predictor(NamedTuple):
     compute: Callable[[StateRun], float | None]
 
 
-BASELINE = Predictor("accuracy at 41..60", -1, lambda run: run.validation_accuracy)
+BASELINE = Predictor("validation accuracy", -1, lambda run: run.validation_accuracy)
 PREDICTORS = [
     Predictor(f"hidden: within/between at {LATE}", 1, lambda run: run.get("hidden", LATE, "within_between")),
     Predictor(f"hidden: its growth from {EARLY} to {LATE}", 1, lambda run: run.get_change("hidden")),
@@ -129,7 +129,7 @@ def build_state_report(runs: Sequence[StateRun], notes: Sequence[str]) -> Report
     failing = sum(not run.is_solved for run in passing)
     prediction = build_prediction(runs, f"Prediction of failure, {len(runs)} runs")
     remarks = [
-        f"Of {len(passing)} runs with an accuracy of at least {SOLVED} at 41..60, {failing} fail over "
+        f"Of {len(passing)} runs with a validation accuracy of at least {SOLVED}, {failing} fail over "
         f"{SCORED[0]}..{SCORED[1]}: their mean accuracy is below {SOLVED}."
     ]
     if prediction:
@@ -141,13 +141,15 @@ def build_state_report(runs: Sequence[StateRun], notes: Sequence[str]) -> Report
             "length 0 says only that no pair of these runs is in the wrong order."
         )
         if 0 < failing < len(passing) < len(runs):
-            among = build_prediction(passing, f"Prediction among the {len(passing)} runs with {SOLVED} at 41..60")
+            among = build_prediction(
+                passing, f"Prediction among the {len(passing)} runs with a validation accuracy of {SOLVED}"
+            )
             tables += [among] if among else []
     else:
         remarks.append(f"no prediction: it requires {MIN_RUNS} runs, some solved and some not")
     records = [
         dict(zip(("run", "task", "model", "seed"), run.labels, strict=True))
-        | {"folder": run.run.row["path"], "score": run.score, "accuracy_41_60": run.validation_accuracy}
+        | {"folder": run.run.row["path"], "score": run.score, "validation_accuracy": run.validation_accuracy}
         | {"place": place, "length": length}
         | values
         for run in runs
@@ -173,7 +175,7 @@ def _build_table(title: str, header: Sequence[str], rows: Sequence[tuple[StateRu
 
 
 def _build_distances(runs: Sequence[StateRun]) -> Table:
-    header = ["41..60", *(f"hidden {n}" for n in SHOWN), f"shift {LATE}", f"shift {SHOWN[-1]}"]
+    header = ["validation", *(f"hidden {n}" for n in SHOWN), f"shift {LATE}", f"shift {SHOWN[-1]}"]
     header += ["slots", *(f"slots {n}" for n in SHOWN), f"shift {LATE}", f"shift {SHOWN[-1]}"]
     rows = []
     for run in runs:

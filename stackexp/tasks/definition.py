@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stackexp.errors import ConfigError
+
 if TYPE_CHECKING:  # composing a config must not import numpy
     import numpy as np
 
@@ -43,6 +45,7 @@ class Task:
     output_length: Callable[[int], int]  # from string length to answer length
     answers_every_token: bool = False
     min_length: int = 1
+    length_step: int = 1  # strings have min_length plus a multiple of this; other lengths are rounded down
     # Stack slots that a string needs; None if they do not grow with it
     required_slots: Callable[[int], int | None] = lambda length: None
     max_length: int = 40  # default of data.max_length, the longest training string
@@ -76,20 +79,54 @@ class Task:
         """Draw a batch. The generator state alone determines the strings.
 
         With `loop_fraction`, this share of the strings ends with a repeated word of one to three symbols; requires
-        `solve`. Raises ValueError if `length` is below `min_length`.
+        `solve`. Raises ConfigError if `length` is below `min_length`, or the generator breaks its contract.
         """
         import numpy as np
 
         if length < self.min_length:
-            raise ValueError(f"task {self.name}: length {length} is too short; use at least {self.min_length}")
-        inputs, targets, *counted = self.generate(rng, batch_size, length)
+            raise ConfigError(f"task {self.name}: length {length} is too short; use at least {self.min_length}")
+        inputs, targets, *counted = self.generate(
+            rng, batch_size, fit_length(length, self.min_length, self.length_step)
+        )
         if loop_fraction and self.solve:
+            if counted:
+                raise ConfigError(
+                    f"task {self.name}: has a mask of its own, which data.loop_fraction would change; omit it"
+                )
             inputs = _repeat_words(rng, inputs, loop_fraction)
             targets = self.solve(inputs)
+        self._check(inputs, targets, batch_size, length)
         mask = targets != NO_TARGET
         if counted:
             mask &= counted[0] if counted[0].ndim == 2 else np.arange(targets.shape[1]) <= counted[0][:, None]
         return TaskBatch(inputs, targets, mask)
+
+    def find_unseen_length(self, longest: int) -> int:
+        """Return the smallest length whose strings are longer than all strings of up to `longest` symbols."""
+        return fit_length(longest, self.min_length, self.length_step) + self.length_step
+
+    def _check(self, inputs: np.ndarray, targets: np.ndarray, batch_size: int, length: int) -> None:
+        """Raise ConfigError if strings or answers have other shapes, types or ids than the task declares."""
+        where = f"task {self.name}: at length {length} its generator returned"
+        answers = self.output_length(length)
+        for name, array, num_ids in (
+            ("string", inputs, self.num_symbols),
+            ("answer", targets, self.num_answer_symbols),
+        ):
+            if array.ndim != 2 or len(array) != batch_size or array.dtype != "int64":
+                found = f"{name}s {list(array.shape)} of {array.dtype}"
+                raise ConfigError(f"{where} {found}; return int64 [{batch_size}, length of the {name}]")
+            ids = array if name == "string" else array[array != NO_TARGET]
+            if len(unknown := ids[(ids < 0) | (ids >= num_ids)]):
+                raise ConfigError(f"{where} the {name} id {unknown[0]}; return ids from 0 to {num_ids - 1}")
+        if targets.shape[1] != answers:
+            raise ConfigError(f"{where} answers of {targets.shape[1]} symbols; output_length gives {answers}")
+        if self.answers_every_token and inputs.shape != targets.shape:
+            raise ConfigError(f"{where} {inputs.shape[1]} symbols and {answers} answers; it answers at every token")
+        if not self.answers_every_token and inputs.shape[1] > length:
+            raise ConfigError(f"{where} strings of {inputs.shape[1]} symbols; return at most {length}")
+        if not (targets != NO_TARGET).any(1).all():
+            raise ConfigError(f"{where} a string without an answer; each needs one that is not {NO_TARGET}")
 
 
 def _repeat_words(rng: np.random.Generator, strings: np.ndarray, fraction: float) -> np.ndarray:
@@ -114,20 +151,27 @@ def task(family: str, *, name: str | None = None, **options: Any) -> Callable[[G
     [B, O] and optionally what accuracy counts: the position of each answer's last symbol [B], or a mask [B, O]. O is
     1 by default, and L if the task answers at every token.
 
-    Raises ValueError if another module has registered a task of this name.
+    Raises ValueError if another function has registered a task of this name, or if a symbol is repeated.
     """
 
     def register(generate: Generator) -> Generator:
         key = name or generate.__name__
         known = TASKS.get(key)
-        if known and known.generate.__module__ != generate.__module__:
-            raise ValueError(f"task {key!r} is already registered by {known.generate.__module__}; choose another name")
+        if known and _identify(known.generate) != _identify(generate):
+            raise ValueError(f"task {key!r} is already registered by {_identify(known.generate)}; choose another name")
+        for names in ("symbols", "answer_symbols"):
+            if len(set(options[names])) < len(options[names]):
+                raise ValueError(f"task {key!r}: {names} repeat a symbol; give each id a name of its own")
         answers_every_token = options.get("answers_every_token", False)
         options.setdefault("output_length", lambda length: length if answers_every_token else 1)
         TASKS[key] = Task(key, family, generate, **options)
         return generate
 
     return register
+
+
+def _identify(generate: Generator) -> str:
+    return f"{generate.__module__}.{generate.__qualname__}"
 
 
 def fit_length(length: int, min_length: int, step: int) -> int:

@@ -44,13 +44,13 @@ def register_dyck(num_types: int, max_depth: int) -> None:
         answers_every_token=True,
         output_length=lambda length: length - length % 2,
         min_length=2,
+        length_step=2,
         required_slots=lambda length: max_depth,
         rivals=range(num_types, 2 * num_types),
     )
     def generate(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
         import numpy as np
 
-        length -= length % 2
         rows, depth = np.arange(batch_size), np.zeros(batch_size, np.int64)
         stack = np.zeros((batch_size, max_depth + 1), np.int64)
         strings = np.empty((batch_size, length), np.int64)
@@ -258,6 +258,7 @@ def register_context_free(name: str, language: ContextFreeLanguage) -> None:
         answers_every_token=True,
         output_length=lambda length: language.fit(length) + 1,
         min_length=language.min_length,
+        length_step=language.step,
         max_length=MAX_LENGTH,
         validation_max_length=VALIDATION_MAX_LENGTH,
         eval_max_length=EVAL_MAX_LENGTH,
@@ -266,7 +267,6 @@ def register_context_free(name: str, language: ContextFreeLanguage) -> None:
     def generate(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
         import numpy as np
 
-        length = language.fit(length)
         source, ids = find_source(name, length), {symbol: i for i, symbol in enumerate(language.alphabet)}
         strings = np.array([[ids[x] for x in source.draw(rng, length)] for _ in range(batch_size)])
         edge = np.full((batch_size, 1), len(ids))

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from stackexp.tasks.definition import fit_length, task
+from stackexp.tasks.definition import task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -341,12 +341,12 @@ def register_language(name: str, language: Language) -> None:
         symbols=language.alphabet,
         answer_symbols="01",
         min_length=language.min_length,
+        length_step=language.step,
         validation_max_length=80,
     )
     def generate(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
         import numpy as np
 
-        length = fit_length(length, language.min_length, language.step)
         labels = rng.integers(0, 2, (batch_size, 1))
         if name == "even_pairs" and length == 1:  # all strings are positive
             labels[:] = 1

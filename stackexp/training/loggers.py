@@ -61,12 +61,7 @@ def build_loggers(config: ExperimentConfig, run: RunFolder) -> list[Logger]:
 
 def _build_logger(entry: Any, config: ExperimentConfig, run: RunFolder) -> Logger:
     if entry not in LOGGERS:
-        logger = build_class("logging.loggers", entry)
-        if not isinstance(logger, Logger):
-            raise ConfigError(
-                f"logging.loggers: {entry}: not a Logger; derive it from lightning.pytorch.loggers.Logger"
-            )
-        return logger
+        return build_class("logging.loggers", entry, Logger)
     if entry == "tensorboard":
         return RunTensorBoard(run.path)
     if entry == "csv":

@@ -66,7 +66,7 @@ def build_callbacks(
     between steps 3 and 4. A resumed run first opens the log, then runs the validation that it missed. The profiler
     comes before all others, so that its trace includes them.
     """
-    own = [build_class("trainer.callbacks", entry) for entry in config.trainer.callbacks]
+    own = [build_class("trainer.callbacks", entry, pl.Callback) for entry in config.trainer.callbacks]
     has_own_bar = any(isinstance(callback, pl.callbacks.ProgressBar) for callback in own)
     return [
         *([Profiler(start.folder.path, config.trainer.profile)] if config.trainer.profile else []),

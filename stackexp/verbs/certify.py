@@ -11,7 +11,8 @@ class Certify(Verb):
     Prints what was proved, what was only measured, and one verdict: "is the automaton" (proved for strings of every
     length), "agrees up to N" (on all strings of up to N symbols, and on all longer ones that were tried), or "differs
     at STRING". If it agrees, the proof is also tried for the same weights with one-hot actions. The exit code is 1 if
-    it differs. Writes certificate.json and automaton.png to RUN/certificate.
+    it differs. Writes certificate.json and automaton.png to RUN/certificate. The run must be finished and have a stack
+    over the tokens.
 
     Tasks: even_pairs, parity_check, cycle_navigation, reverse_string and stack_manipulation; for
     modular_arithmetic_brackets, it lists the rules that the run lacks.
@@ -22,7 +23,8 @@ class Certify(Verb):
     def add_arguments(self, parser: Parser) -> None:
         parser.add_checkpoint("the best by validation")
         parser.add_argument("--strings", **count(100, "random strings", 10_000))
-        parser.add_argument("--max-length", **count(20, "symbols of the longest string that is tried", 1000))
+        longest = "symbols of the longest random string; repeated words have up to five times as many"
+        parser.add_argument("--max-length", **count(20, longest, 1000))
         exhaustive = "compare all strings of up to N symbols (default: about 100,000 strings)"
         parser.add_argument("--exhaustive", **count(1, exhaustive))
         parser.add_argument("--out", metavar="FOLDER", help="write here instead of RUN/certificate")

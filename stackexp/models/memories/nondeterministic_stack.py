@@ -38,8 +38,9 @@ class NondeterministicStack(Memory):
     A run has the product of the weights of its transitions. r_t [P m], P = G Q, is the weight of the runs with each top
     symbol and state, times their top vector, divided by the weight of all runs.
 
-    In the paper, r_t replaces the attention of the middle layer; here it is added after the block, by default of the
-    middle layer. A forward pass takes O(T^3) multiply-adds and O(T^2) memory per sequence.
+    In the paper, r_t replaces the attention of the middle layer and reads a normalized h_t; here it is added after the
+    block, by default of the middle layer, and h_t is not normalized. A forward pass takes O(T^3) multiply-adds and
+    O(T^2) memory per sequence.
     """
 
     axis = "time"
