@@ -195,6 +195,22 @@ def test_a_flipped_weight_is_rejected_if_the_answers_change(tmp_path, capsys, na
         assert tuple("ab".index(c) for c in shown) in wrong
 
 
+def test_random_strings_alone_can_reject_a_network(parity, capsys, monkeypatch):
+    """Of long strings, only the last random one has a wrong answer."""
+    sample = regular.sample
+
+    def answer_wrongly(machine, streams, lengths):
+        answers, contents = sample(machine, streams, lengths)
+        answers.answers[-1][-1] ^= 1
+        return answers, contents
+
+    monkeypatch.setattr(regular, "sample", answer_wrongly)
+    monkeypatch.setattr(regular, "learn", lambda *_: None)  # no automaton of the network has this answer
+    code, _, record = certify(capsys, parity, "--exhaustive", "5")
+    streams = np.random.default_rng(44).integers(0, 2, (10, 60))
+    assert (code, record["verdict"]) == (1, f"differs at {format_string('ab', tuple(streams[-1]))}")
+
+
 @pytest.mark.parametrize("strings", [100, 150, 4987])
 def test_a_wrong_automaton_is_compared_with_strings_of_many_lengths(strings):
     """It is right for the shortest strings only: a third state answers wrongly after three symbols."""
@@ -419,6 +435,14 @@ def test_soft_actions_limit_the_proved_length(tmp_path, sharpness, proved, fails
         strings = [rng.integers(0, 2, (200, length))]
         found = stacks.compare_random(NetworkMachine(model, 2), task, lambda length: length, strings)
         assert (found.differing == 0) == is_right
+
+
+def test_random_strings_alone_can_reject_a_stack(tmp_path, capsys):
+    run = write_run(tmp_path, *REVERSE, "model.memory.action_sharpness=0.06", weights=build_reverse)
+    code, printed, record = certify(capsys, run, "--exhaustive", "5")
+    assert "all 62 strings of up to 5 symbols: network = pushdown automaton" in printed
+    shown = record["verdict"].removeprefix("differs at ")
+    assert (code, 5 < len(shown) <= 64) == (1, True)
 
 
 def test_missing_rules_of_brackets_are_wrong_answers(tmp_path, capsys):
