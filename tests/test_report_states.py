@@ -8,14 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from formal_runs import finish, write_run
 from small_models import make_model, make_tokens
 
 from stackexp import cli
 from stackexp.config.model import LSTMConfig, StackRNNConfig
 from stackexp.datamodules.formal_language import build_string_batch
+from stackexp.errors import RunError
 from stackexp.inspection.states import (
     STATES,
     WINDOW,
+    build_states,
     compare_states,
     label_tokens,
     measure_depth,
@@ -110,6 +113,14 @@ def test_depth_is_the_nesting_of_brackets_or_the_position_in_the_stack():
     assert reverse is not None
     assert reverse[3].tolist() == list(range(1, 22))
     assert measure_depth(TASKS["bucket_sort"], draw("bucket_sort")) is None
+
+
+def test_runs_without_an_unseen_range_are_skipped(tmp_path):
+    """The score over 41..500 of a run trained on up to 80 symbols would include lengths of its training."""
+    lengths = ("data.max_length=80", "data.validation_max_length=90")
+    run = finish(write_run(tmp_path / "runs" / "80", "LSTM", "even_pairs", *lengths), beyond=1.0)
+    with pytest.raises(RunError, match=rf"skipped, trained on up to 80 symbols, so 41\.\.500 are no test: {run}\)"):
+        build_states([run.parent])
 
 
 # Distances
