@@ -1,6 +1,7 @@
 """The Triton kernels compile for an H100 with the oldest and with the installed Triton. No GPU is needed."""
 
 import importlib.metadata
+import itertools
 import os
 import subprocess
 import sys
@@ -14,15 +15,10 @@ AXES = {name: {"forward", "backward"} for name in ("depth", "scan")}
 AXES["coefficients"] = {"update_forward", "update_backward", "read_forward", "read_backward"}
 AXES["projection"] = {"down_kernel", "up_kernel", "weights_kernel"}
 
-SHORT = {"scan", "projection"}
-"""The kernels that the oldest Triton compiles in usual sizes within a minute; the others take up to four."""
+IN_CI = {("depth", False), ("scan", False), ("scan", True), ("projection", False), ("projection", True)}
+"""Kernels that CI compiles, with the installed Triton or (True) with the oldest; the others take minutes more."""
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-
-
-def choose_mark(is_short: bool) -> pytest.MarkDecorator:
-    """Return the mark `process` for a test that CI runs, `slow` for one of several minutes."""
-    return pytest.mark.process if is_short else pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +30,8 @@ def oldest_path(tmp_path_factory) -> str:
     return f"{site}:{os.environ.get('PYTHONPATH', '')}"
 
 
-@pytest.mark.parametrize("axis", [pytest.param(axis, marks=choose_mark(axis == "projection")) for axis in AXES])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", AXES)
 def test_kernels_compile_with_the_oldest_triton(axis, oldest_path, tmp_path):
     assert len(compile_kernels(axis, "cases", OLDEST, tmp_path, oldest_path)) > 20
 
@@ -42,9 +39,8 @@ def test_kernels_compile_with_the_oldest_triton(axis, oldest_path, tmp_path):
 @pytest.mark.parametrize(
     ("axis", "is_oldest"),
     [
-        pytest.param(axis, is_oldest, marks=choose_mark(axis in SHORT or not is_oldest))
-        for axis in AXES
-        for is_oldest in (True, False)
+        pytest.param(*case, marks=pytest.mark.process if case in IN_CI else pytest.mark.slow)
+        for case in itertools.product(AXES, (True, False))
     ],
 )
 def test_kernels_of_usual_sizes_stay_in_registers(axis, is_oldest, tmp_path, request):
