@@ -1,6 +1,7 @@
 """Adaptive search: Optuna proposes the trials, and the run folders are the record."""
 
 import json
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -74,6 +75,18 @@ def test_study_is_rebuilt_from_the_run_folders():
     assert len(run_all(again)) == 3
     assert count_states(again)["RUNNING"] == 3
     assert Study(again).is_complete()
+
+
+def test_an_objective_that_no_result_has_ends_the_search():
+    options = {"overrides": ["trainer.accelerator=cpu"], "search": {"trials": 4, "space": SPACE}}
+    sweep = build_sweep(name="study", objective="average.los", **options)
+    finish_trial(run_all(build(trials=2, space=SPACE))[0], math.inf)
+    message = (
+        r"^runs/study: objective average\.los: result\.json has no 'los'; it has loss; correct the objective, then"
+    )
+    with pytest.raises(ConfigError, match=message):
+        Study(sweep).draw()
+    assert Study(build(trials=4, space=SPACE)).draw() is not None, "the loss of the only finished trial is not finite"
 
 
 def test_trials_outside_a_narrowed_space_belong_to_another_search():

@@ -4,16 +4,17 @@ The run folders are the record. Each draw builds a new study from them, with a s
 trials, so a search draws the same trials if it is interrupted. A worker draws under the lock of the sweep.
 """
 
+import math
 import time
 from collections.abc import Iterable
 from typing import Any
 
-from stackexp.errors import ConfigError
+from stackexp.errors import ConfigError, RunError
 from stackexp.files import read_json, read_json_lines, write_json
 from stackexp.metric_tags import AVERAGED_STEPS, TRAIN_LOSS
 from stackexp.sweeps.schema import Space, format_label
 from stackexp.sweeps.sweep import Sweep
-from stackexp.sweeps.trials import Trial, TrialState, get_state, read_objective, read_tail
+from stackexp.sweeps.trials import Trial, TrialState, get_number, get_state, read_objective, read_tail
 
 MAX_DRAWS = 30
 """The search space counts as exhausted after this many draws in a row without a new trial."""
@@ -38,7 +39,11 @@ class Study:
         return self._is_exhausted or len(self._sweep.trials) >= self._search.trials
 
     def draw(self) -> Trial | None:
-        """Draw a new trial; None if the search space is exhausted. If a draw repeats a trial, the next are random."""
+        """Draw a new trial; None if the search space is exhausted. If a draw repeats a trial, the next are random.
+
+        Raises ConfigError if no finished trial has the objective.
+        """
+        self._check_objective()
         known, samplers = self._sweep.trials, self._optuna.samplers
         seed = self._search.seed + len(known)
         random = samplers.RandomSampler(seed=seed)
@@ -59,6 +64,20 @@ class Study:
         print(f"{MAX_DRAWS} draws gave no new trial: the search space is exhausted", flush=True)
         self._is_exhausted = True
         return None
+
+    def _check_objective(self) -> None:
+        """Raise ConfigError if trials are finished and all lack the objective, so that the search would be random."""
+        problem = ""
+        for trial in self._sweep.trials:
+            if get_state(trial) == TrialState.DONE:
+                try:
+                    get_number(trial.folder.read_result().to_dict(), self._sweep.config.objective, missing=math.inf)
+                except RunError as error:
+                    problem = f"{self._sweep.folder}: {error}; correct the objective, then repeat the command"
+                else:
+                    return
+        if problem:
+            raise ConfigError(problem)
 
     def build_study(self) -> Any:
         """Return an Optuna study with the trials in the run folders: finished, pruned and unfinished ones."""

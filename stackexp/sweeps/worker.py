@@ -139,7 +139,8 @@ class Worker:
     def run(self) -> None:
         """Run until every trial is done, is pruned or has no retries left.
 
-        Raises RunError if trials failed, StoppedError after SIGTERM, SIGUSR1 or `sweep stop`, KeyboardInterrupt after
+        Raises RunError if trials failed, ConfigError if no finished trial of a search has the objective (running ones
+        are stopped), StoppedError after SIGTERM, SIGUSR1 or `sweep stop`, KeyboardInterrupt after
         SIGINT.
         """
         folder = self._sweep.folder
@@ -151,7 +152,12 @@ class Worker:
                     self._stop()
                 for trial in self._study.find_pruned(list(self._running)) if self._study else []:
                     self._send_stop(trial)
-                is_over = self._start_trials()
+                try:
+                    is_over = self._start_trials()
+                except ConfigError:
+                    for trial in self._running:
+                        self._send_stop(trial)
+                    raise
                 self._changes.update(self._list_watched())
                 time.sleep(POLL_SECONDS)
         trials = self._find_trials()
