@@ -196,7 +196,7 @@ def test_a_flipped_weight_is_rejected_if_the_answers_change(tmp_path, capsys, na
 
 
 def test_random_strings_alone_can_reject_a_network(parity, capsys, monkeypatch):
-    """Of long strings, only the last random one has a wrong answer."""
+    """A single answer is wrong: that to the last random string."""
     sample = regular.sample
 
     def answer_wrongly(machine, streams, lengths):

@@ -280,14 +280,14 @@ class FormalLanguageConfig:
     """Probability mass that training targets spread evenly over all symbols."""
 
     validation_max_length: int = task_length("validation_max_length", 60, affects="evaluation")
-    """Validations during training test every length of longer strings than in training up to this one."""
+    """Validations during training test all longer lengths than max_length, up to this one."""
     validation_sequences: int = option(32, min=1, affects="evaluation")
     """Strings of each length in validations during training."""
 
     eval_max_length: int = task_length("eval_max_length", 500, affects="evaluation")
     """Longest test string."""
     eval_length_stride: int = option(1, min=1, affects="evaluation")
-    """Test every N-th length, starting at the first above max_length, and the longest."""
+    """Test every N-th length, from the first above max_length on, and the longest."""
     eval_sequences: int = option(512, min=1, affects="evaluation")
     """Test strings of each length."""
     eval_batch_size: int = option(128, min=1, affects="execution")

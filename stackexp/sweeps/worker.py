@@ -139,9 +139,8 @@ class Worker:
     def run(self) -> None:
         """Run until every trial is done, is pruned or has no retries left.
 
-        Raises RunError if trials failed, ConfigError if no finished trial of a search has the objective (running ones
-        are stopped), StoppedError after SIGTERM, SIGUSR1 or `sweep stop`, KeyboardInterrupt after
-        SIGINT.
+        Raises RunError if trials failed, StoppedError after SIGTERM, SIGUSR1 or `sweep stop`, KeyboardInterrupt after
+        SIGINT. Stops running trials and raises ConfigError if no finished trial of a search has the objective.
         """
         folder = self._sweep.folder
         with hold_lock(folder / WORKERS, "sweep stop", shared=True), self._catch_signals():

@@ -122,7 +122,9 @@ class Task:
         if targets.shape[1] != answers:
             raise ConfigError(f"{where} answers of {targets.shape[1]} symbols; output_length gives {answers}")
         if self.answers_every_token and inputs.shape != targets.shape:
-            raise ConfigError(f"{where} {inputs.shape[1]} symbols and {answers} answers; it answers at every token")
+            raise ConfigError(
+                f"{where} {inputs.shape[1]} symbols and {answers} answers; return an answer for each symbol"
+            )
         if not self.answers_every_token and inputs.shape[1] > length:
             raise ConfigError(f"{where} strings of {inputs.shape[1]} symbols; return at most {length}")
         if not (targets != NO_TARGET).any(1).all():
