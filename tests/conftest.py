@@ -13,7 +13,10 @@ import yaml
 from processes import Program
 from slurm import Slurm, explain_missing
 
+from stackexp.startup import hide_optional_packages
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores are shared with the processes that tests start
+hide_optional_packages()  # as the command line
 
 TINY = {
     "name": "tiny",

@@ -166,6 +166,10 @@ MISTAKES = {
         ("model.attention=flash", "expected one of sdpa, flex, varlen, flash_attn, found 'flash'; did you mean"),
         ("trainer.recompute=selective", "trainer.recompute: selective requires activation_checkpointing: true"),
         (
+            ["model.memory=null", "optimizer.memory_lr=0.01"],
+            "optimizer.memory_lr: the model has no memory; set model.memory, or set it to null",
+        ),
+        (
             ["model.residual_dtype=bfloat16", "trainer.precision=32-true"],
             "model.residual_dtype: bfloat16 requires trainer.precision: bf16-mixed, found trainer.precision 32-true",
         ),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from config_files import build_sweep, finish_trial
+from processes import wait_until
 
 from stackexp.config.compose import to_yaml
 from stackexp.errors import ConfigError
@@ -87,6 +88,24 @@ def test_an_objective_that_no_result_has_ends_the_search():
     with pytest.raises(ConfigError, match=message):
         Study(sweep).draw()
     assert Study(build(trials=4, space=SPACE)).draw() is not None, "the loss of the only finished trial is not finite"
+
+
+def test_a_worker_stops_its_other_trial_if_the_result_has_no_objective():
+    Path("runs").mkdir()
+    Path("runs/behavior.json").write_text(json.dumps({"S=2-": {"seconds": 60}}))
+    sweep = build_sweep(
+        name="study",
+        overrides=["trainer.accelerator=cpu"],
+        objective="average.los",
+        search={"trials": 3, "space": {S: {"values": [1, 2]}}},
+    )
+    command = [sys.executable, PROGRAM, "sweep", "run", "study.yaml", "--max-parallel", "2"]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 2, process.stderr
+    assert process.stderr.endswith("correct the objective, then repeat the command\n")
+    states = {trial.values[S]: trial for trial in sweep.trials}
+    assert get_state(states[1]) == TrialState.DONE
+    wait_until(lambda: get_state(states[2]) == TrialState.STOPPED, seconds=30)
 
 
 def test_trials_outside_a_narrowed_space_belong_to_another_search():
