@@ -24,12 +24,12 @@ def question(tmp_path) -> Question:
 
 
 def test_an_undecided_arm_has_the_pairs_and_hours_of_a_new_verdict(question, capsys):
-    """The differences are 0.05, 0.15, 0.05, 0.15. Runs take 36 s, by their speed, or 72 s for the arm without it."""
+    """The differences are 0.05, 0.15, 0.05, 0.15. Runs take an hour, those of the arm two."""
     for i, seed in enumerate(range(100, 104)):
         question.behavior[f"same-seed={seed}-"]["loss"] = question.behavior[f"plain-seed={seed}-"]["loss"]
         question.behavior[f"same-seed={seed}-"]["loss"] += 0.05 + 0.1 * (i % 2)
     for name in question.behavior:
-        question.behavior[name]["speed"] = 10 / (72 if name.startswith("same") else 36)
+        question.behavior[name]["speed"] = 10 / (7200 if name.startswith("same") else 3600)
     question.keep_arms("plain", "same")
     question.write(tuning=None, pairs=4)
     question.run()
@@ -37,9 +37,15 @@ def test_an_undecided_arm_has_the_pairs_and_hours_of_a_new_verdict(question, cap
     command = ["verdict", str(question.path), "--report"]
     assert main(command) == 0
     printed = capsys.readouterr().out
-    assert f"undecided: {needed} new pairs ({needed * 108 / 3600:.1f} hours)" in printed
+    assert f"undecided: {needed} new pairs ({needed * 3:.1f} hours)" in printed
     assert re.search(r"^same .* 4/4 .* 2\.00x$", printed, re.M)
     assert re.search(r"^same +1\.000 +2\.000$", printed, re.M), "of its steps, of its time"
+    (last,) = question.folder.glob("pairs/same-seed=103-*/result.json")
+    contents = last.read_text()
+    last.unlink()
+    assert main(command) == 0
+    assert "undecided: 1 more pair (3.0 hours)" in capsys.readouterr().out
+    last.write_text(contents)
     for path in question.folder.glob("pairs/*/metrics.jsonl"):  # as in copies of runs
         result = RunFolder(path.parent).result
         write_hashed_json(result, read_hashed_json(result, "") | {"seconds": 30.0 if "same" in str(path) else 10.0})

@@ -186,8 +186,9 @@ def format_outcome(
     if diverged is not None:
         return f"undecided: seed {diverged} diverged"
     left = plan.pairs - judgment.pairs
-    hours = f" ({(left or new_pairs) * seconds / 3600:.1f} hours)" if seconds else ""
-    return f"undecided: {left} more pairs{hours}" if left else f"undecided: {new_pairs} new pairs{hours}"
+    missing, kind = (left, "more") if left else (new_pairs, "new")
+    hours = f" ({missing * seconds / 3600:.1f} hours)" if seconds else ""
+    return f"undecided: {missing} {kind} pair{'s' * (missing != 1)}{hours}"
 
 
 def _count_new_pairs(judgment: Judgment, plan: PairPlan, differences: Sequence[float], arms: int) -> int:
