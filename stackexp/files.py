@@ -234,7 +234,7 @@ def append_json_line(path: Path, value: dict[str, Any]) -> None:
     line = json.dumps(value, ensure_ascii=False) + "\n"
     with open(path, "ab+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
-        if size and not _ends_with_line_feed(file):
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             line = "\n" + line
         data = line.encode()
         try:
@@ -244,11 +244,6 @@ def append_json_line(path: Path, value: dict[str, Any]) -> None:
             file.truncate(size)
             raise
         os.fsync(file.fileno())
-
-
-def _ends_with_line_feed(file: IO[bytes]) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"
 
 
 # Locks. The operating system releases them when the process that holds them ends, even after a kill.

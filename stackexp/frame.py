@@ -92,6 +92,8 @@ def _build_column(values: list[Any]) -> "pd.Series":
     import pandas as pd
 
     kinds = set(map(type, values))
+    if kinds == {object}:
+        return pd.Series([math.nan] * len(values))
     dtype = "boolean" if kinds <= {bool, object} else "Int64" if kinds <= {int, object} else object
     if object in kinds:
         values = [math.nan if value is _EMPTY else value for value in values]
@@ -317,8 +319,8 @@ def _merge_sets(folder: RunFolder, row: Row, result: dict[str, Any]) -> dict[str
     if any(not name.startswith(OLMO_GROUPS) for name in own):
         later = {name: scores for name, scores in later.items() if name.startswith(OLMO_GROUPS)}
     sets = later | own
-    is_finite = {name: math.isfinite(scores.get("loss") or math.nan) for name, scores in sets.items()}
-    return {name: scores if is_finite[name] else {"tokens": scores.get("tokens")} for name, scores in sets.items()}
+    finite = {name for name, scores in sets.items() if scores.get("loss") is not None and math.isfinite(scores["loss"])}
+    return {name: scores if name in finite else {"tokens": scores.get("tokens")} for name, scores in sets.items()}
 
 
 def _average(sets: Mapping[str, Mapping[str, Any]], key: str) -> float | None:

@@ -305,10 +305,9 @@ def find_unfinished_run(config: ExperimentConfig) -> RunFolder:
         if not run.is_finished and run.newest_checkpoint():
             return run
     if runs and runs[0].is_finished:
-        raise RunError(
-            f"{runs[0].path}: this run is finished (it has a result.json); start a new one without --ckpt_path, "
-            f"or extend it with trainer.max_steps=MORE --ckpt_path {runs[0].newest_checkpoint()}"
-        )
+        problem = f"{runs[0].path}: this run is finished (it has a result.json); start a new one without --ckpt_path"
+        newest = runs[0].newest_checkpoint()
+        raise RunError(problem + f", or extend it with trainer.max_steps=MORE --ckpt_path {newest}" * bool(newest))
     raise RunError(f"{parent}: no unfinished run with a checkpoint to resume; start one without --ckpt_path")
 
 

@@ -112,6 +112,7 @@ MISTAKES = {
         ),
         ([PUSH_ONLY, "model.memory.action_noise=0.1"], "memory.action_noise: not supported by discipline: push_only"),
         ([PUSH_ONLY, "model.memory.action_sharpness=2"], "action_sharpness: not supported by discipline: push_only"),
+        ([PUSH_ONLY, "model.memory.action_bias=1"], "push_only, which always pushes; use null"),
         ([PUSH_ONLY, "model.memory.feedback=true"], "memory.feedback: not supported by discipline: push_only"),
         ("model.mup_base_size=64", "model.mup_base_size: requires init: fan_in and a value of embedding_std"),
     ],

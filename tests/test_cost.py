@@ -247,6 +247,9 @@ def test_suggests_only_valid_changes(monkeypatch):
     assert "fsdp" in suggest_changes(plan_on_device(monkeypatch, tight, "trainer.devices=2", "data.micro_batch_size=4"))
     muon = plan_on_device(monkeypatch, tight, "trainer.devices=2", "data.micro_batch_size=4", "optimizer=muon")
     assert "fsdp" not in suggest_changes(muon)
+    double = plan_on_device(monkeypatch, tight, "data.micro_batch_size=4", "trainer.precision=64-true")
+    assert not double.fits
+    assert "fsdp" not in suggest_changes(double), "64-true requires one device or ddp"
 
 
 def test_suggests_a_larger_device_or_more_nodes_or_nothing(monkeypatch):

@@ -45,6 +45,7 @@ def test_a_row_for_each_run(runs):
     assert list(frame["train_loss"]) == [3.0, 6.0]
     assert frame["val/held-out/loss"][0] == frame["val/average/loss"][0] == frame["best_loss"][0] == 3.5
     assert math.isnan(frame["val/held-out/loss"][1])
+    assert math.isnan(load_runs(runs / "queue-seed=1-0123abcd")["best_loss"][0]), "a column that no run has"
     assert frame.loc[frame["state"] == "finished", "parameters"].tolist() == [1000]
     assert frame["bytes"][1] == sum(path.stat().st_size for path in (runs / "queue-seed=1-0123abcd").iterdir())
     finish(runs / "a/20260101-000000-0000", 3.5, parameters=10**400)
@@ -101,6 +102,11 @@ def test_later_validations_count_if_they_score_the_last_weights(runs, changes, c
     row = read_run(RunFolder(run))
     assert ("val/v2/c4/loss" in row) == counts
     assert "val/mine/loss" not in row  # would change the average
+
+
+def test_a_loss_of_zero_is_finite_and_null_is_not(runs):
+    run = finish(runs / "queue-seed=1-0123abcd", 3.5, sets={"a": {"loss": 0.0}, "b": {"loss": None, "tokens": 7}})
+    assert get_scores(read_run(RunFolder(run))) == {"a": {"loss": 0.0}, "b": {"tokens": 7}}
 
 
 def test_a_run_without_own_sets_has_the_scores_of_a_later_validation(runs):

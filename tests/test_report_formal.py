@@ -165,6 +165,9 @@ def test_languages_with_an_entropy_are_scored_by_their_loss(runs):
     assert "| generate_dyck_2 (82 to 200) " in text
     assert "`optimizer.lr=0.0004` (1 seed; runs/formal_table/a)" in text, "the recipe with the lower loss is chosen"
     assert [record["loss_above_entropy"] for record in report.records] == pytest.approx([34.5 / 119, 17.25 / 119])
+    write_hashed_json(path, read_hashed_json(path, "") | {"loss_above_entropy": above | {"90": None}})
+    text = format_report(build_formal([runs / "b"]), "markdown")
+    assert read_row(text, "generate_dyck_2")["LSTM"] == "inf / inf nats (1)", "one loss was not finite"
 
 
 def test_recipe_is_chosen_by_the_validation_accuracy(runs):

@@ -37,8 +37,12 @@ def test_a_failed_run_counts_as_not_solved(tmp_path, capsys):
         run = write_run(tmp_path / f"pairs/lstm-seed={seed}-0123456{seed % 10}", "LSTM", "parity_check", seed=seed)
         if seed == 100:
             finish(run, beyond=1.0)
-    (run / "failure.json").write_text("{}")
-    assert main(["report", "formal", "--arms", str(tmp_path), "--markdown"]) == 0
+    command = ["report", "formal", "--arms", str(tmp_path), "--markdown"]
+    (run / "failure.json").write_text('{"tried_again": true}')
+    assert main(command) == 0
+    assert "| parity_check | 1/1 |" in " ".join(capsys.readouterr().out.split()), "its next attempt has not ended"
+    (run / "failure.json").write_text('{"tried_again": false}')
+    assert main(command) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "| parity_check | 1/2 |" in printed
     assert "Failed runs count as not solved, and are in no mean accuracy: lstm on parity_check (1)" in printed

@@ -87,7 +87,10 @@ def test_last_is_the_newest_unfinished_run_with_a_checkpoint(config, tmp_path):
     assert runs.find_unfinished_run(config).path == folders[1].path
     folders[1].result.touch()
     folders[0].result.touch()
-    with pytest.raises(RunError, match=f"{folders[3].path}: this run is finished"):
+    with pytest.raises(RunError, match=f"{folders[3].path}: this run is finished .* --ckpt_path .*/00000001$"):
+        runs.find_unfinished_run(config)
+    shutil.rmtree(folders[3].checkpoints)
+    with pytest.raises(RunError, match=r"start a new one without --ckpt_path$"):
         runs.find_unfinished_run(config)
 
 

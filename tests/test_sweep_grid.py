@@ -111,6 +111,18 @@ def test_a_changed_file_is_not_read_from_the_last_run(capsys):
     assert [trial.values[H] for trial in edited.trials] == [1, 2, 4]
     assert edited.trials[0].config.trainer.z_loss == 1e-4, "the overrides of the last run remain"
     assert capsys.readouterr().err == "note: study.yaml differs from the last run, runs/study/sweep.yaml\n"
+    build_sweep(grid={H: [1, 2]}, overrides=["optimizer.lr=0.25"])
+    assert load_last_run("study.yaml").trials[0].config.optimizer.lr == 0.25, "overrides of the file have changed"
+    assert "differs from the last run" in capsys.readouterr().err
+
+
+def test_a_file_of_the_user_may_be_called_like_a_copy():
+    sweep = load_sweep(write("sweep.yaml", f"# Mine.\nconfig: {BASE}\n"))
+    assert sweep.folder == Path("runs/sweep")
+    sweep.folder.mkdir(parents=True)
+    (sweep.folder / "sweep.yaml").write_text(sweep.to_yaml())
+    assert load_sweep("runs/sweep").folder == sweep.folder
+    assert load_sweep("runs/sweep").trials == sweep.trials
 
 
 def test_resources_are_defaults_of_the_trainer():
@@ -205,7 +217,7 @@ def test_errors_name_file_line_and_nearest_valid_name():
     assert "name: 'a b' cannot name a folder" in get_error(name="a b")
     duplicates = [{"name": "a"}, {"name": "b", "trainer.devices": 2}]
     assert "study.yaml: a and b are the same trial: their configs differ in nothing" in get_error(list=duplicates)
-    assert "config: expected the base config" in get_error(config=None)
+    assert "config: expected the base config at the top of the file" in get_error(config=None)
     assert "must be smaller than trainer.max_steps 1 " in get_error(tokens=1.0)
     assert "trainer.devices: study.yaml:3" in get_error(resources={"devices": 3})
 

@@ -147,6 +147,11 @@ def test_averaged_weights_are_compared_too(question, capsys):
         verdict, _, table = capsys.readouterr().out.partition(f"The differences in {other}")
         ours, theirs = (re.search(r"^same .*?([+-][\d.]+) ", text, re.M)[1] for text in (verdict, table))
         assert float(theirs) - float(ours) == pytest.approx(shift, abs=2e-4)
+    question.write(name="other", score="average.loss")
+    question.folder = question.folder.with_name("other")
+    for behavior in question.behavior.values():
+        del behavior["ema"]
+    assert "The differences in ema" not in question.run(), "as in data whose runs are not scored with averages"
 
 
 def test_best_of_n_is_that_of_random_subsets():
@@ -183,7 +188,9 @@ def test_a_verdict_that_was_moved_is_read_from_logging_root(question, capsys):
     printed = capsys.readouterr().out
     copies = question.path.parent / "copies"
     question.folder.parent.rename(copies)
-    assert main([*command, f"logging.root={copies}", "--figure", str(copies / "verdict.png")]) == 0
+    assert main([*command, "--logging.root", str(copies)]) == 0
+    assert capsys.readouterr().out == printed
+    assert main([*command, f"--logging.root={copies}", "--figure", str(copies / "verdict.png")]) == 0
     assert capsys.readouterr().out == printed
     assert (copies / "verdict.png").read_bytes().startswith(b"\x89PNG")
 

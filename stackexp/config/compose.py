@@ -29,7 +29,7 @@ from stackexp.config.fields import (
     wrong_value_error,
 )
 from stackexp.config.layers import Layers, find_config, find_origin, list_sections
-from stackexp.config.registry import SECTIONS, find_kinds_with, get_entry, import_plugin, list_kinds
+from stackexp.config.registry import SECTIONS, get_entry, import_plugin, list_kinds
 from stackexp.config.yaml_files import Leaf, Tree, iterate_leaves
 from stackexp.errors import find_closest, suggest_name
 
@@ -237,7 +237,9 @@ def _suggest_key(name: str, path: str, root: DictConfig) -> str:
         return "; a sweep has it: use `sweep run FILE`"
     if not section and not is_config and name in ExperimentConfig.__dataclass_fields__:
         return "; a config has it: use `fit --config FILE`"
-    if kinds := find_kinds_with(name, SECTIONS.get(section, "")):
+    group = SECTIONS.get(section, "")
+    kinds = [kind for kind in list_kinds(group) if name in get_entry(group, kind).config.__dataclass_fields__]
+    if kinds:
         return f"; it exists for {section}.kind: {', '.join(kinds)}"
     known = _list_keys(root)
     if is_config:

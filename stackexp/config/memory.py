@@ -130,7 +130,8 @@ class StackMemoryConfig:
         """Yield an error for each option of actions and feedback that is set, because push_only has neither."""
         for name, default in self._list_action_defaults().items():
             if getattr(self, name) != default:
-                yield name, f"not supported by discipline: push_only, which always pushes; use {default}"
+                value = "null" if default is None else str(default).lower()
+                yield name, f"not supported by discipline: push_only, which always pushes; use {value}"
 
     def _find_feedback_errors(self) -> Errors:
         if self.feedback and self.axis != "time":

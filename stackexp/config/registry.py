@@ -85,11 +85,6 @@ def list_kinds(group: str) -> list[str]:
     return sorted(kind for g, kind in _entries if g == group)
 
 
-def find_kinds_with(option: str, group: str) -> list[str]:
-    """Return the kinds of a group that have an option, sorted."""
-    return [kind for kind in list_kinds(group) if option in get_entry(group, kind).config.__dataclass_fields__]
-
-
 def get_entry(group: str, kind: str) -> Entry:
     """Return the entry of a kind. Raises KeyError if it is not registered."""
     return _entries[group, kind]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from stackexp import files
+from stackexp.errors import RunError
 
 FILE_NAME = "data.jsonl"
 
@@ -46,5 +47,8 @@ def read_hash_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_hashes(folder: Path) -> dict[int, str]:
-    """Return the rolling hashes of a run by step."""
-    return {line["step"]: line["hash"] for line in read_hash_log(folder)}
+    """Return the rolling hashes of a run by step. Raises RunError for a line without one."""
+    try:
+        return {line["step"]: line["hash"] for line in read_hash_log(folder)}
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{folder / FILE_NAME}: a line has no {error}; delete the line") from None

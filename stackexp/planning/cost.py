@@ -151,7 +151,11 @@ KINDS = {
 
 def format_plan(plan: TrainingPlan) -> str:
     """Return two tables: the run, and the memory of a rank."""
-    return f"{format_table(_build_run_rows(plan))}\n\n{_format_memory(plan)}"
+    phases = {"training": plan.training} | ({"validation": plan.validation} if plan.validation else {})
+    rows = [(name, *(format_bytes(getattr(m, kind)) for m in phases.values())) for kind, name in KINDS.items()]
+    peak = (f"peak, of {format_bytes(plan.usable_bytes)} usable", *(format_bytes(m.peak) for m in phases.values()))
+    memory = format_table([*rows, RULE, peak], header=["memory per rank, at most", *phases], align="<>>")
+    return f"{format_table(_build_run_rows(plan))}\n\n{memory}"
 
 
 def describe_config(config: ExperimentConfig) -> str:
@@ -198,13 +202,6 @@ def _build_flops_row(plan: TrainingPlan) -> tuple[str, str]:
     return "FLOPs", f"{plan.flops_per_token:.3e} per token, {plan.flops:.3e} in total"
 
 
-def _format_memory(plan: TrainingPlan) -> str:
-    phases = {"training": plan.training} | ({"validation": plan.validation} if plan.validation else {})
-    rows = [(name, *(format_bytes(getattr(m, kind)) for m in phases.values())) for kind, name in KINDS.items()]
-    peak = (f"peak, of {format_bytes(plan.usable_bytes)} usable", *(format_bytes(m.peak) for m in phases.values()))
-    return format_table([*rows, RULE, peak], header=["memory per rank, at most", *phases], align="<>>")
-
-
 # Changes to a run that does not fit into device memory
 
 MAX_NODES = 64
@@ -245,7 +242,7 @@ def _list_changes(plan: TrainingPlan, key: str) -> Iterator[Change]:
         if key == "trainer.strategy" and trainer.world_size == 1:
             override, values = "trainer=fsdp", values | {"devices": 8}  # the same as configs/trainer/fsdp.yaml
         config = replace(plan.config, **{section: replace(getattr(plan.config, section), **values)})
-        if not any(config.find_errors()):
+        if not any((*config.find_errors(), *config.trainer.find_errors())):
             yield override, replace(plan, config=config)
 
 

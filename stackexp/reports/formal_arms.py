@@ -8,6 +8,7 @@ from typing import Any
 
 from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import Lengths
+from stackexp.files import read_json
 from stackexp.reports.arms import compute_difference
 from stackexp.reports.formal_runs import SOLVED, count_solved, join_paths, label_task, read_runs, sort_tasks
 from stackexp.reports.report import Report, Table
@@ -39,7 +40,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
         score = run.compute_score(run.lengths)
         if not run.is_finished or (score is None and not is_tuning):
             unscored.append(path)
-            failed[task, arm] += not is_tuning and not run.is_finished and (path / FAILURE).exists()
+            failed[task, arm] += not is_tuning and not run.is_finished and _has_failed(path)
         elif score is not None and not is_tuning:
             if (other := found.setdefault((task, arm, run.row["seed"]), path)) != path:
                 raise RunError(f"{path} and {other} are runs of {arm} on {task} with one seed; give the folder of one")
@@ -80,3 +81,8 @@ def _format_mean(values: list[float], best: float) -> str:
     mean, low, high = compute_difference(values)[:3]
     text = f"**{mean:.2f}**" if mean == best else f"{mean:.2f}"
     return text if low is None or high is None else f"{text} ({max(0.0, low):.2f} to {min(1.0, high):.2f})"
+
+
+def _has_failed(path: Path) -> bool:
+    """Return True if the last attempt of a run failed; a run that is tried again has not ended."""
+    return (path / FAILURE).exists() and not read_json(path / FAILURE).get("tried_again")

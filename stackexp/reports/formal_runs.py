@@ -103,7 +103,8 @@ class LengthTest:
     def read(cls, path: Path, record: Mapping[str, Any]) -> "LengthTest":
         """Build the evaluation from the contents of a result.json or of a file of `test`."""
         accuracy = dict(sorted(parse_accuracy(record).items()))
-        excess = {int(length): value for length, value in record.get("loss_above_entropy", {}).items()}
+        losses = record.get("loss_above_entropy", {}).items()
+        excess = {int(length): math.inf if value is None else value for length, value in losses}
         return cls(path, accuracy, record["sequences_per_length"], record["length_stride"], excess)
 
     def select_lengths(self, lengths: Lengths) -> list[int]:

@@ -22,6 +22,7 @@ from stackexp.sequential import (
     count_pairs,
     estimate_deviation,
 )
+from stackexp.sweeps.trials import has_diverged
 from stackexp.sweeps.verdict import Question, QuestionStage
 from stackexp.tables import ABSENT
 from stackexp.terminal import format_duration
@@ -63,7 +64,7 @@ def _average_seconds(stage: QuestionStage) -> dict[str, float]:
 
 def _format_stage(name: str, stage: QuestionStage, seconds: dict[str, float]) -> str:
     trials = {trial.name: (arm, trial) for (arm, *_), trial in stage.trials.items()}
-    left = [arm for arm, trial in trials.values() if not trial.folder.is_finished]
+    left = [arm for arm, trial in trials.values() if not trial.folder.is_finished and not has_diverged(trial)]
     text = f"{name:7} {len(trials)} runs, {len(trials) - len(left)} done"
     if left and seconds.keys() >= set(left):
         duration = format_duration(sum(seconds[arm] for arm in left))

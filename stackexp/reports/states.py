@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stackexp.evaluation.benchmarks.results import format_score
 from stackexp.reports.formal_runs import SOLVED, FormalRun
 from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table, new_figure
 from stackexp.tables import ABSENT
@@ -161,14 +162,11 @@ def build_state_report(runs: Sequence[StateRun], notes: Sequence[str]) -> Report
 # Tables
 
 
-def _format(value: float | None) -> str:
-    return ABSENT if value is None else f"{value:.3f}"
-
-
 def _build_table(title: str, header: Sequence[str], rows: Sequence[tuple[StateRun, list[str]]]) -> Table:
     ordered = sorted(rows, key=lambda row: (row[0].labels[1], -row[0].score))
     cells = [
-        [*run.labels, f"**{run.score:.3f}**" if run.is_solved else _format(run.score), *row] for run, row in ordered
+        [*run.labels, f"**{run.score:.3f}**" if run.is_solved else format_score(run.score), *row]
+        for run, row in ordered
     ]
     score = f"score {SCORED[0]}..{SCORED[1]}"
     return Table(title, ["run", "task", "model", "seed", score, *header], cells, 4)
@@ -179,11 +177,11 @@ def _build_distances(runs: Sequence[StateRun]) -> Table:
     header += ["slots", *(f"slots {n}" for n in SHOWN), f"shift {LATE}", f"shift {SHOWN[-1]}"]
     rows = []
     for run in runs:
-        row = [_format(run.validation_accuracy)]
+        row = [format_score(run.validation_accuracy)]
         for place in ("hidden", run.slot_place):
             row += [] if place == "hidden" else [place or ABSENT]
-            row += [_format(run.get(place, n, "within_between")) for n in SHOWN]
-            row += [_format(run.get(place, n, "shift")) for n in SHOWN[1:]]
+            row += [format_score(run.get(place, n, "within_between")) for n in SHOWN]
+            row += [format_score(run.get(place, n, "shift")) for n in SHOWN[1:]]
         rows.append((run, row))
     return _build_table("Within/between and shift of the states, by length; bold: solved", header, rows)
 
@@ -191,7 +189,7 @@ def _build_distances(runs: Sequence[StateRun]) -> Table:
 def _build_actions(runs: Sequence[StateRun]) -> list[Table]:
     names = {"max_probability": "largest", "below_0.9": "<0.9", "below_0.99": "<0.99", "entropy": "entropy"}
     header = [f"{title} {n}" for title in names.values() for n in SHOWN]
-    rows = [(run, [_format(run.average_stacks(n, name)) for name in names for n in SHOWN]) for run in runs]
+    rows = [(run, [format_score(run.average_stacks(n, name)) for name in names for n in SHOWN]) for run in runs]
     rows = [(run, row) for run, row in rows if set(row) != {ABSENT}]
     title = (
         "Sharpness of the actions: the largest probability, the share of tokens below 0.9 and 0.99, the entropy (nats)"
@@ -200,7 +198,7 @@ def _build_actions(runs: Sequence[StateRun]) -> list[Table]:
 
 
 def _build_depths(runs: Sequence[StateRun]) -> list[Table]:
-    rows = [(run, [_format(run.average_depth(depth)) for depth in DEPTHS]) for run in runs]
+    rows = [(run, [format_score(run.average_depth(depth)) for depth in DEPTHS]) for run in runs]
     rows = [(run, row) for run, row in rows if set(row) != {ABSENT}]
     title = "Accuracy by depth, over all lengths: nesting of brackets, or the position in the stack from the top"
     return [_build_table(title, [f"{first}-{last}" for first, last in DEPTHS], rows)] if rows else []

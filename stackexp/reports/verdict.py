@@ -367,7 +367,10 @@ def _build_averaged(
         return None
     score = verdict.config.score
     other = score.removeprefix(AVERAGED) if score.startswith(AVERAGED) else AVERAGED + score
-    scores, rows = stage.read_scores(other), []
+    try:
+        scores, rows = stage.read_scores(other), []
+    except RunError:  # only language models are also evaluated with averaged weights
+        return None
     for arm in judgments:
         differences = list_differences(plan, scores, arm)
         mean, low, high = compute_interval(differences, plan.pairs, LEVEL / len(judgments))

@@ -23,7 +23,7 @@ from stackexp.config.layers import (
     split_overrides,
 )
 from stackexp.config.registry import find_trusted_file
-from stackexp.config.yaml_files import Leaf, Tree, display_path, read_file, read_value
+from stackexp.config.yaml_files import Leaf, Tree, display_path, read_file, read_purpose, read_value
 from stackexp.errors import ConfigError, suggest_name
 from stackexp.runs import RunFolder
 from stackexp.sweeps import get_shipped_folder, list_shipped
@@ -32,6 +32,8 @@ from stackexp.sweeps.trials import Trial, compute_config_hash
 
 COPY = "sweep.yaml"
 """The sweep's folder holds a copy of the sweep under this name."""
+PURPOSE = "The sweep as it was last run here."
+"""The first line of a copy. A user's own file may have the same name."""
 SWEEP_KEYS = ("config", "tokens")
 """Keys of a trial that belong to the sweep, not to the config."""
 STEPS = "trainer.max_steps"
@@ -64,7 +66,11 @@ class Sweep:
     @cached_property
     def folder(self) -> Path:
         """<logging.root>/<name>; a copy of the YAML belongs to the folder that holds it."""
-        return self.path.parent if self.path.name == COPY else Path(self._base.logging.root, self.name)
+        return self.path.parent if self._is_copy else Path(self._base.logging.root, self.name)
+
+    @cached_property
+    def _is_copy(self) -> bool:
+        return self.path.name == COPY and read_purpose(self.path) == PURPOSE
 
     @property
     def trials(self) -> list[Trial]:
@@ -143,15 +149,16 @@ class Sweep:
     def to_yaml(self) -> str:
         """Return the sweep as YAML with all overrides and absolute paths, so that it is valid in any folder."""
         tree = dataclasses.asdict(self.config)
-        tree |= {"name": self.name, "folder": str(self._config_folder.resolve()), "overrides": self.all_overrides}
+        own = [*self.config.command_line, *self.overrides]
+        tree |= {"name": self.name, "folder": str(self._config_folder.resolve()), "command_line": own}
         kept = {key: value for key, value in tree.items() if value not in (None, [], {})}
         kept["resources"] = {key: value for key, value in tree["resources"].items() if value is not None}
-        return f"# The sweep as it was last run here.\n{yaml.safe_dump(kept, sort_keys=False)}"
+        return f"# {PURPOSE}\n{yaml.safe_dump(kept, sort_keys=False)}"
 
     @property
     def all_overrides(self) -> list[str]:
         """The overrides of the YAML, then those of the command line."""
-        return [*self.config.overrides, *self.overrides]
+        return [*self.config.overrides, *self.config.command_line, *self.overrides]
 
     def _compose_seed(self, values: Values) -> ExperimentConfig:
         """Compose the config of a trial, or copy that of a trial with another seed, which is faster."""
@@ -169,9 +176,10 @@ class Sweep:
         resources = {f"trainer.{key}": getattr(self.config.resources, key) for key in ("devices", "num_nodes")}
         options = {key: value for key, value in resources.items() if value is not None}
         options |= {key: value for key, value in values.items() if key not in SWEEP_KEYS}
-        overrides = [self._locate(text, "overrides") for text in self.config.overrides] + list(self.overrides)
+        overrides = [self._locate(text, "overrides") for text in self.config.overrides]
+        overrides += [*self.config.command_line, *self.overrides]
         overrides += [self._locate(f"{key}={format_value(value)}", key) for key, value in options.items()]
-        if self.path.name == COPY:
+        if self._is_copy:
             overrides.append(f"logging.root={format_value(str(self._get_root()))}")
         overrides += [f"name={self.name}", "logging.progress_bar=false"]
         self._check_plugins(values)
@@ -209,6 +217,9 @@ class Sweep:
         """Return the files of the base configs. Paths are relative to the sweep's file or to the working directory."""
         names = values.get("config", self.config.config)
         names = [names] if isinstance(names, str) else names
+        if names is None:
+            message = "config: expected the base config at the top of the file; the folder of the sweep follows from it"
+            raise ConfigError(message, display_path(self.path))
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             message = f"config: expected the base config of the trials, or a list, found {names!r}"
             raise ConfigError(message, self._get_origin("config"))
@@ -249,12 +260,12 @@ def load_last_run(target: str, overrides: Iterable[str] = ()) -> Sweep:
     if overrides or not (sweep.folder / COPY).is_file():
         return sweep
     last = load_sweep(str(sweep.folder))
-    same: dict = {"name": None, "folder": None, "overrides": []}  # the copy has them in another form
+    same: dict = {"name": None, "folder": None, "command_line": []}  # the copy has them in another form
     if dataclasses.replace(last.config, **same) == dataclasses.replace(sweep.config, **same):
         return last
     note = f"note: {display_path(sweep.path)} differs from the last run, {display_path(last.path)}"
     print(note, file=sys.stderr)
-    return load_sweep(target, [own for own in last.config.overrides if own not in sweep.config.overrides])
+    return load_sweep(target, last.config.command_line)
 
 
 def _find_sweep(target: str) -> Path:

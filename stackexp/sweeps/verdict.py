@@ -184,6 +184,8 @@ class Question:
             changed = [key for key in find_changed_keys(ours, theirs, AFFECT_RESULTS) if key.startswith("data.")]
             if scored := [key for key in changed if changes_scores(ours, key) or get_effect(ours, key) == "evaluation"]:
                 raise ConfigError(f"{where} is scored with another {scored[0]} than {self.baseline}; use the same")
+            if self.config.score.startswith("ema.") and config.data.objective != "language_modeling":
+                raise ConfigError(f"{where} has no {self.config.score}: only language models are scored with averages")
             if self.config.score.startswith("ema.") and config.trainer.ema_decay is None:
                 raise ConfigError(f"{where} has no {self.config.score}; set trainer.ema_decay for all arms")
 
@@ -206,7 +208,12 @@ class Question:
     def check(self) -> None:
         """Compose every trial. Raises ConfigError for an invalid one."""
         self.check_arms()
-        _ = self.tuning
+        trials = self.tuning.trials.values() if self.tuning else []
+        if self.config.equal == "tokens" and len({trial.config.total_tokens for trial in trials}) > 1:
+            raise ConfigError(
+                f"{display_path(self.path)}: tuning.space changes the number of tokens, which should be equal; remove "
+                "the option, or set equal: time"
+            )
 
     def check_arms(self) -> None:
         """Compose the pairs and the first point of each arm. Raises ConfigError for an invalid arm."""
@@ -444,7 +451,8 @@ def load_verdicts(path: Path, overrides: Iterable[str] = (), budget: float = 1.0
     `budget` multiplies all options of the file that end in _steps or _interval. Raises ConfigError.
     """
     _, tree = read_file(path)
-    tree, overrides = tree if budget == 1 else scale_steps(tree, budget), tuple(overrides)
+    tree = tree if budget == 1 else scale_steps(tree, budget)
+    overrides = tuple(f"{key}={text}" for key, text, _ in split_overrides(list(overrides)))
     config = build_dataclass(VerdictConfig, tree)
     tuning = config.tuning or Tuning()
     for key, _, origin in split_overrides([*config.overrides, *tuning.overrides, *overrides]):

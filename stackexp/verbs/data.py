@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from stackexp.data import olmo
 from stackexp.errors import RunError, suggest_name
+from stackexp.tables import format_table
+from stackexp.terminal import wrap_text
 from stackexp.verbs.parser import Parser, Verb, count, flag, setting, split_names
 
 if TYPE_CHECKING:
@@ -106,7 +108,6 @@ def _parse_filter(text: str) -> "Filter":
 
 def _print_corpus(corpus: "Corpus", folder: Path) -> None:
     from stackexp.data.units import BAD_LINES
-    from stackexp.terminal import wrap_text
 
     size = f"{corpus.documents:,} documents, {corpus.bytes:,} bytes, {corpus.tokens:,} tokens"
     print(wrap_text(f"{folder}: {size}, {corpus.sequences:,} sequences of {corpus.context_length}", indent=2))
@@ -193,7 +194,6 @@ def _check_mirror(parser: Parser, mirror: str) -> None:
 
 
 def _format_records(records: dict[olmo.OlmoSet, Any]) -> str:
-    from stackexp.tables import format_table
 
     rows = []
     for olmo_set, record in records.items():
@@ -249,7 +249,6 @@ class English(Verb):
 
 
 def _format_sizes(sources: dict[str, Any]) -> str:
-    from stackexp.tables import format_table
 
     genres = {package["name"]: package["genre"] for package in sources["packages"]}
     rows = []
@@ -297,7 +296,6 @@ class Retokenize(Verb):
 
 
 def _format_converted(records: dict[str, Any]) -> str:
-    from stackexp.tables import format_table
 
     rows = []
     for name, record in records.items():

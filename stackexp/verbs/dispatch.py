@@ -163,7 +163,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
         if path:
             return 1, f"{path}: {error.strerror}; check the path and its permissions"
     if isinstance(error, MemoryError):
-        return 1, f"out of memory: {first_line(error) or 'an allocation failed'}; {NO_MEMORY}, then {advice}"
+        problem = first_line(error) if str(error) else "an allocation failed"
+        return 1, f"out of memory: {problem}; {NO_MEMORY}, then {advice}"
     if "failed to map segment" in str(error):  # dlopen fails with an ImportError or OSError that has no errno
         return 1, f"out of memory while loading {first_line(error).split(':')[0]}; {NO_MEMORY}, then {advice}"
     raise error

@@ -127,8 +127,8 @@ class Formal(ReportVerb):
 
     def run(self, args: Namespace) -> int:
         args.parser.check_output("--curves", args.curves, FIGURE_SUFFIXES)
-        if args.arms and args.curves:
-            args.parser.error("--arms has no --curves")
+        if args.arms and (args.curves or args.figure):
+            args.parser.error("--arms has no figures; omit --curves and --figure")
         return super().run(args)
 
 

@@ -46,7 +46,7 @@ class Verdict(ReportVerb):
     def _check_arguments(self, args: Namespace) -> None:
         args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)  # before runs that take hours
         args.parser.check_output("--csv", args.csv, [".csv"])
-        if args.dry_run and (args.figure or args.csv or args.markdown or args.latex or args.tables):
+        if args.dry_run and (args.figure or args.csv or args.markdown or args.latex or args.tables is not None):
             args.parser.error("--dry-run prints no tables; omit the options of the report")
         if args.report and (args.launcher or args.max_parallel):
             args.parser.error("--report starts no runs; omit --launcher and --max-parallel")
