@@ -23,12 +23,13 @@ SMALL += "trainer.accelerator=cpu schedule.warmup_steps=2 logging.progress_bar=f
 
 
 @pytest.mark.usefixtures("restored_registry", "empty_folder")
-def test_a_dataset_in_a_plugin_trains_validates_and_resumes():
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_dataset_in_a_plugin_trains_validates_and_resumes(accumulation):
     """The files are those that docs/data.md shows."""
     for name in ("counting.py", "counting.yaml"):
         [code] = re.findall(rf"```\w+\n(# {name}\n.*?)```", DOCS.read_text(), re.DOTALL)
         Path(name).write_text(code)
-    fit = ["fit", "--config", "counting.yaml", *SMALL.split()]
+    fit = ["fit", "--config", "counting.yaml", *SMALL.split(), f"data.global_batch_tokens={64 * accumulation}"]
     assert main([*fit, "name=whole", "data.stride=3"]) == 0
     [whole] = map(RunFolder, Path("runs/whole").iterdir())
     checkpoint = f"{whole.path}/checkpoints/00000003"
@@ -41,7 +42,9 @@ def test_a_dataset_in_a_plugin_trains_validates_and_resumes():
     assert main([*fit, "name=branch", "data.stride=2", "--ckpt_path", checkpoint]) == 1, "another dataset"
 
     data = build("data", compose.load_config(whole.config).data, seed=0)
-    model = BigramModel([data.sample(step)["tokens"].numpy() for step in range(1, 7)], vocab_size=50)
+    model = BigramModel(
+        [data.sample(number + 1)["tokens"].numpy() for number in range(6 * accumulation)], vocab_size=50
+    )
     losses_by_chunk = [model.compute_losses(chunk) for chunk in data.sets("validate")[0].chunks]
     bigrams = whole.read_result().to_dict()["bigrams"]
     assert bigrams["average"]["loss"] == pytest.approx(np.mean(losses_by_chunk)), "counts of the tokens trained on"

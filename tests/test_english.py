@@ -258,7 +258,19 @@ def test_the_text_of_another_list_is_refused(mirror, tmp_path, capsys):
     assert "made from other packages or settings; delete it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["packages: [{name: a}]", "a: [", "- 1", "validation: []"])
+@pytest.mark.parametrize(("key", "value"), [("format", "htm"), ("files", "(")])
+def test_a_wrong_format_or_pattern_is_found_before_a_download(mirror, tmp_path, capsys, key, value):
+    entries = read_list(mirror)
+    entries[0][key] = value
+    write_list(mirror, entries)
+    assert build(mirror, tmp_path / "english") == 1
+    assert "packages.yaml: not a list of packages (" in capsys.readouterr().err
+    assert not (mirror / "requests").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["packages: [{name: a}]", "a: [", "- 1", "validation: []", "validation: [a]\ntest: [a]\npackages: []"]
+)
 def test_a_wrong_list_is_a_one_line_error(tmp_path, text):
     path = tmp_path / "list.yaml"
     path.write_text(text)

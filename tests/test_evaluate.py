@@ -360,7 +360,7 @@ def test_set_key_changes_with_every_input_of_its_scores(fitted, many_sets):
     assert [name for name in first if changed[name] != first[name]] == ["g/set01"]
 
 
-def test_different_options_use_separate_output_files(fitted, tmp_path):
+def test_different_options_use_separate_output_files(fitted, tmp_path, monkeypatch):
     def name(*sets: str, **options) -> str:
         return make_request(fitted, *sets, **options).output.name
 
@@ -370,7 +370,12 @@ def test_different_options_use_separate_output_files(fitted, tmp_path):
     assert name(ckpt_path="runs/x/checkpoints/00000008") == "validate-00000008.json"
     assert name(ckpt_path=str(fitted.checkpoints / "00000008")) == "validate-00000008.json"
     (tmp_path / "00000008").mkdir()
-    assert re.fullmatch(r"validate-00000008-[0-9a-f]{8}\.json", name(ckpt_path=str(tmp_path / "00000008")))
+    for key in ("", "-ema"):
+        path = tmp_path / "00000008" / key[1:]
+        assert re.fullmatch(rf"validate-00000008{key}-[0-9a-f]{{8}}\.json", name(ckpt_path=str(path)))
+    (tmp_path / "best").touch()
+    monkeypatch.chdir(tmp_path)
+    assert name(ckpt_path="best") == "validate-best.json"
     options = ("data.score_remainder=true", "data.validation.left=x")
     hashed = [name(overrides=(option,)) for option in options] + [name("a=x"), name("a=y"), name("v2/a," * 30)]
     assert len(set(hashed)) == len(hashed)

@@ -17,7 +17,7 @@ def build_data(*overrides: str, seed: int = 0, rank: int = 0, world_size: int = 
     common = ["eval_length_stride=1", "batch_size=128", "curriculum_steps=0"]
     config = compose(["formal/transformer"], [f"data.{override}" for override in [*common, *overrides]]).data
     data = FormalLanguageData(config, seed)
-    data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size, global_step=step)
+    data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size, global_step=step, accumulate_grad_batches=1)
     return data
 
 

@@ -431,6 +431,21 @@ def test_a_text_gets_the_tokens_of_training_without_special_ones():
     assert "".join(inputs.labels) == "a b"
 
 
+def test_measurements_with_and_without_heads_share_a_page_and_means():
+    """A plugin may report some per head and some per token; its `push` may be a norm above 1."""
+    values = {"push": torch.full((1, 2, 1), 3.0), "mine": torch.arange(4.0).reshape(1, 2, 2)}
+    recording = Recording(0, "after_block", {"push": "its norm", "mine": "another"})
+    for token in range(2):
+        recording.add({"push": values["push"][:, token : token + 1]})
+        recording.add({"mine": values["mine"][:, token : token + 1]})
+    torch.testing.assert_close(recording.values, values)
+    page = format_page("text", ["a", "b"], [recording])
+    (stack,) = json.loads(page.partition("const data = ")[2].partition(";\n")[0])["stacks"]
+    assert stack["values"] == {"push": [[3, 3], [3, 3]], "mine": [[0, 1], [2, 3]]}
+    means = replace(recording, values=average_values([recording.values]))
+    assert draw_maps([means]).axes[0].images[0].get_clim() == (0, 3)
+
+
 def test_page_embeds_any_token():
     page = format_page("a <b> & {DATA}", ODD_TOKENS, record(build_model()))
     assert page.count("</script>") == page.count("<script>") == 1

@@ -16,8 +16,10 @@ from stackexp.cli import main
 from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.errors import ConfigError, RunError
+from stackexp.evaluation.loading import LoadedRun
 from stackexp.files import write_json_lines
 from stackexp.models.generation import generate
+from stackexp.planning.cost import make_plan
 from stackexp.training.objectives import build_objective
 
 TINY = ["model.hidden_size=8", "model.num_layers=1", "trainer.accelerator=cpu"]
@@ -46,20 +48,31 @@ def test_load_run_returns_model_config_and_metrics(folder):
     assert list(run.metrics) == ["step", "train/loss", "v"]
 
 
-def test_load_run_of_a_model_with_a_cuda_kernel_runs_on_a_cpu(tmp_path):
-    small = ["model.hidden_size=8", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1"]
-    small += ["model.intermediate_size=8", "data.kind=shards", "data.path=none", "data.vocab_size=13"]
-    options = ["model.attention=varlen", "trainer.precision=bf16-mixed", "trainer.compile=true"]
-    config = compose(["quickstart"], [*small, *options, f"logging.root={tmp_path}"])
-    folder, weights = runs.allocate_run(config), tmp_path / "weights.safetensors"
+def load_new_run(base: str, *options: str, root: Path) -> LoadedRun:
+    small = ["model.hidden_size=8", "model.num_layers=1", "model.num_heads=2", "model.intermediate_size=8"]
+    config = compose([base], [*small, *options, f"logging.root={root}"])
+    folder, weights = runs.allocate_run(config), root / "weights.safetensors"
     with folder.start_session(config):
         save_file(dict(registry.build("model", config.model).state_dict()), weights)
-    loaded = stackexp.load_run(folder.path, weights)
+    return stackexp.load_run(folder.path, weights)
+
+
+def test_load_run_of_a_model_with_a_cuda_kernel_runs_on_a_cpu(tmp_path):
+    options = ["model.num_kv_heads=1", "data.kind=shards", "data.path=none", "data.vocab_size=13"]
+    options += ["model.attention=varlen", "trainer.precision=bf16-mixed", "trainer.compile=true"]
+    loaded = load_new_run("quickstart", *options, root=tmp_path)
     tokens = torch.arange(6)[None]
     torch._dynamo.utils.counters.clear()
     assert loaded.model(tokens).logits.isfinite().all()
     assert generate(loaded.model, tokens, 3).shape == (1, 9)
     assert not torch._dynamo.utils.counters["frames"]
+
+
+def test_load_run_and_plan_of_a_delta_net_replace_the_cuda_kernel(tmp_path):
+    options = ["data.task=parity_check", "model.kernel=fla"]
+    loaded = load_new_run("formal/delta_net", *options, root=tmp_path)
+    assert loaded.model(torch.ones(1, 6, dtype=torch.long)).logits.isfinite().all()
+    assert make_plan(compose(["formal/delta_net"], options)).parameters > 0
 
 
 def test_missing_folder_or_checkpoint_is_one_line(folder, tmp_path):

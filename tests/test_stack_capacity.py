@@ -1,6 +1,7 @@
 """Warnings at the start about stacks with too few or too many slots, and about masks that rounding decides."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,6 +58,15 @@ def test_other_models_are_checked_if_they_have_slots(warnings):
 
 
 SLOTS = "model.memory.num_slots: 24 slots, but a token has 6 updates: empty slots take a share"
+
+
+def test_a_memory_of_a_plugin_may_have_only_num_slots(caplog):
+    objective = build_objective(compose(["formal/transformer"], ["data.task=reverse_string"]))
+    objective.config.model.memory = SimpleNamespace(kind="mine", num_slots=2)
+    objective.warn_about_limits("fit")
+    assert not caplog.messages
+
+
 CASES = {
     "": [SLOTS],
     "model.memory.num_slots=6": [],

@@ -54,17 +54,11 @@ class NetworkMachine:
     def _split(self, cache: Cache, rows: int) -> Iterator[tuple[np.ndarray, Cache]]:
         """Yield row numbers and a copy of their state, batch by batch. The last row fills the last batch."""
         if self.batch_size is None:
-            yield np.arange(rows), copy_cache(cache)
+            yield np.arange(rows), select_rows(cache, slice(None))
             return
         for start in range(0, rows, self.batch_size):
             numbers = np.arange(start, start + self.batch_size).clip(max=rows - 1)
             yield numbers, select_rows(cache, numbers)
-
-
-def copy_cache(cache: Cache) -> Cache:
-    """Return a copy that `forward` may advance. Tensors are shared, because none is changed in place."""
-    assert cache.max_length is None
-    return Cache(cache.length, dict(cache.keys_values), dict(cache.states))
 
 
 def select_rows(cache: Cache, rows: Any) -> Cache:

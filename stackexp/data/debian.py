@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from stackexp.errors import RunError
+from stackexp.data.plain_text import READERS
+from stackexp.errors import RunError, first_line
 from stackexp.files import compute_sha256
 from stackexp.terminal import open_bar, print_line
 
@@ -50,9 +51,16 @@ def load_packages(path: Path) -> PackageList:
     """Read a list of packages. Raises RunError if it is not one."""
     try:
         contents: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return PackageList(**contents | {"packages": [Package(**entry) for entry in contents["packages"]]})
-    except (OSError, yaml.YAMLError, TypeError, KeyError, UnicodeDecodeError) as error:
-        message = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        listed = PackageList(**contents | {"packages": [Package(**entry) for entry in contents["packages"]]})
+        for package in listed.packages:
+            re.compile(package.files)
+            if package.format not in READERS:
+                raise ValueError(f"{package.name} has the format {package.format}; known are {', '.join(READERS)}")
+        if both := {*listed.validation} & {*listed.test}:
+            raise ValueError(f"{min(both)} is in validation and in test")
+        return listed
+    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError, re.error) as error:
+        message = getattr(error, "strerror", None) or first_line(error)
         raise RunError(f"{path}: not a list of packages ({message}); correct the file") from error
 
 

@@ -101,14 +101,18 @@ class RankBatches(Sampler[list[int]]):
 
 
 class StepBatches:
-    """An endless loader of the batches after the trainer's current step; `sample` returns that of a step >= 1."""
+    """An endless loader of the micro-batches after the trainer's current step.
+
+    `sample` returns micro-batch n >= 1 of this process. Without gradient accumulation, n is the step.
+    """
 
     def __init__(self, data: ExperimentData, sample: Callable[[int], dict[str, Any]]):
         self._data, self._sample = data, sample
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        assert self._data.trainer is not None
-        return map(self._sample, itertools.count(self._data.trainer.global_step + 1))
+        trainer = self._data.trainer
+        assert trainer is not None
+        return map(self._sample, itertools.count(trainer.global_step * trainer.accumulate_grad_batches + 1))
 
 
 class SetBatches:

@@ -201,4 +201,6 @@ def _load_config(folder: RunFolder, overrides: tuple[str, ...]) -> ExperimentCon
     config.trainer.compile = False  # inputs of many lengths would each compile again
     if isinstance(config.model, TransformerConfig):
         config.model.attention = "sdpa"  # the other kernels need CUDA, and some need bfloat16
+    if hasattr(config.model, "kernel"):
+        config.model.kernel = "torch"  # fla needs CUDA
     return config

@@ -58,7 +58,9 @@ class EvaluationRequest:
         is_short, has_paths = len(names) < 80, any("=" in item for item in self.sets)
         path = Path(self.ckpt_path or "")
         label = "-".join(path.parts[-2:]) if path.name == checkpoints.EMA else path.stem
-        if self.ckpt_path and path.exists() and not path.resolve().is_relative_to(self.run.checkpoints.resolve()):
+        is_path = self.ckpt_path not in (None, "best", "last", checkpoints.EMA)
+        folder, _ = checkpoints.split_path(path)
+        if is_path and folder.exists() and not folder.resolve().is_relative_to(self.run.checkpoints.resolve()):
             label += f"-{hash_values([str(path.resolve())])[:8]}"  # of another run, which has the same steps
         parts = [label, names.replace("/", "-") if is_short else ""]
         if not (self.has_run_options and is_short) or has_paths:

@@ -96,7 +96,9 @@ def score_bigrams(config: ExperimentConfig, data: Any, steps: int) -> dict[str, 
         return {}
     trainer = data.trainer
     try:
-        data.trainer = SimpleNamespace(global_rank=0, world_size=1, num_devices=1, global_step=0)  # all a loader reads
+        data.trainer = SimpleNamespace(
+            global_rank=0, world_size=1, num_devices=1, global_step=0, accumulate_grad_batches=1
+        )
         epochs = itertools.chain.from_iterable(itertools.repeat(data.train_dataloader()))
         num_batches = total_tokens // (config.micro_batch_size * config.data.context_length)
         batches = (batch["tokens"].numpy() for batch in itertools.islice(epochs, num_batches))

@@ -234,7 +234,7 @@ def _describe(loaded: LoadedRun) -> str:
     if model.memory is None:
         return f"A Transformer of the Llama family with {size}."
     memory = model.memory
-    stacks = f"{memory.num_heads} stacks of {memory.num_slots} slots of size {memory.head_dim}"
+    stacks = f"{memory.num_heads} stacks of {memory.eval_num_slots or memory.num_slots} slots of size {memory.head_dim}"
     return (
         f"StackTrans (arXiv 2507.15343), a Transformer with differentiable stacks between its layers, with {size}, "
         f"and {stacks} (axis {memory.axis}, discipline {memory.discipline})."

@@ -250,7 +250,7 @@ def draw_maps(stacks: list[Recording]) -> Any:
     figure, panels = new_figure(14, 2.4 * rows, rows, MAP_COLUMNS, sharey=True, squeeze=False)
     for panel, name in zip(panels.flat, names, strict=False):
         values = torch.stack([stack.values[name] for stack in stacks]).numpy()  # [stacks, H]
-        largest = 1.0 if name in SHARES else values.max() or 1.0
+        largest = 1.0 if name in SHARES and values.max() <= 1 else values.max() or 1.0  # a plugin's push may be a norm
         smallest = min(0.0, values.min())  # a plugin may report negative values
         image = panel.imshow(values, aspect="auto", vmin=smallest, vmax=largest, cmap="cividis", origin="lower")
         panel.set(title=name.replace("_", "-" if name == "no_op" else " "), xlabel="head")
@@ -276,11 +276,12 @@ def format_page(title: str, labels: list[str], recordings: list[Recording]) -> s
     The tokens are the first MAX_PAGE_TOKENS `labels` of the first sequence of the recordings.
     """
     labels = labels[:MAX_PAGE_TOKENS]
+    heads = max(value.shape[2] for recording in recordings for value in recording.values.values())
     stacks = [
         {
             "name": _name_stack(recording),
             "values": {
-                name: [[round(x, 4) for x in row] for row in value[0, : len(labels)].tolist()]
+                name: [[round(x, 4) for x in row] for row in value.expand(-1, -1, heads)[0, : len(labels)].tolist()]
                 for name, value in recording.values.items()
             },
         }
@@ -338,7 +339,7 @@ function color(fraction) {  // white to blue, readable without color vision
 function draw() {
   const [name, stack, head] = [byId("measure").value, byId("stack").value, byId("head").value];
   const values = data.tokens.map((_, t) => valueAt(stack, name, t, head));
-  const largest = data.shares.includes(name) ? 1 : Math.max(...values, 1e-9);
+  const found = Math.max(...values, 1e-9), largest = data.shares.includes(name) && found <= 1 ? 1 : found;
   byId("legend").textContent = `white: 0, blue: ${largest.toPrecision(3)}`;
   byId("text").replaceChildren(...data.tokens.map((token, t) => {
     const span = document.createElement("span");

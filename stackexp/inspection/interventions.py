@@ -66,7 +66,7 @@ def measure_summary(model: nn.Module, batches: list[TokenBatch]) -> dict[str, fl
     Only stacks with actions and without feedback can be frozen. For other memories, what they add to the hidden state
     is dropped.
     """
-    memories: list[Any] = find_memories(model)
+    memories: list[Any] = list(model.memories)
     is_stack = isinstance(memories[0], Stack)
     interventions = [Intervention("dropped read" if is_stack else "dropped output", read=_drop_read)]
     if is_stack and memories[0].actions is not None and not getattr(memories[0].config, "feedback", False):
@@ -80,11 +80,6 @@ def measure_summary(model: nn.Module, batches: list[TokenBatch]) -> dict[str, fl
 def _compute_losses_under(model: nn.Module, batches: list[TokenBatch], intervention: Intervention) -> np.ndarray:
     with intervene(model, intervention):
         return compute_losses(model, batches)[0]
-
-
-def find_memories(model: nn.Module) -> list[Memory]:
-    """Return all memories of a model, also those that report nothing."""
-    return list(getattr(model, "memories", ()))
 
 
 def _record_first(model: nn.Module, batches: list[TokenBatch]) -> list[Recording]:
@@ -190,7 +185,7 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
 @contextlib.contextmanager
 def intervene(model: nn.Module, intervention: Intervention) -> Iterator[None]:
     """Apply an intervention in the forward passes within this context."""
-    memories = [m for m in find_memories(model) if intervention.layer in (None, m.layer)]
+    memories = [m for m in model.memories if intervention.layer in (None, m.layer)]
     if intervention.state:
         memories = memories[:1]  # the first memory of the layer
     method, change = ("update", _update_changed) if isinstance(memories[0], Stack) else ("forward", _forward_changed)

@@ -48,8 +48,8 @@ class Recording:
 
     def add(self, values: dict[str, Tensor]) -> None:
         """Append the values of the next tokens."""
-        known = self.values
-        self.values = {name: torch.cat([known[name], v], 1) if known else v for name, v in values.items()}
+        for name, value in values.items():
+            self.values[name] = torch.cat([self.values[name], value], 1) if name in self.values else value
 
 
 def find_recorded(model: nn.Module) -> list[Memory]:

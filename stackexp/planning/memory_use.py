@@ -194,11 +194,14 @@ class MemoryUse:
 def build_meta_model(config: ExperimentConfig) -> Transformer:
     """Build the model on the meta device, in the dtype of its weights.
 
-    Attention is replaced by sdpa, which runs on fake tensors; on CUDA every backend is a flash kernel.
+    Attention is replaced by sdpa, which runs on fake tensors; on CUDA every backend is a flash kernel. The kernel fla
+    of DeltaNet needs CUDA, too.
     """
     options = config.model
     if hasattr(options, "attention"):
         options = replace(options, attention="sdpa")
+    if hasattr(options, "kernel"):
+        options = replace(options, kernel="torch")
     with torch.device("meta"):
         model = registry.build("model", options)
     model.checkpoint_blocks = config.trainer.recompute_mode

@@ -344,7 +344,7 @@ class HeatMaps:
     """Heat maps of the tags memory/<name>/layer_<number> in metrics.jsonl; empty if there are none."""
 
     def __init__(self) -> None:
-        self._probes: dict[int, dict[str, list[float]]] = {}  # step -> measurement -> one value per layer
+        self._probes: dict[int, dict[str, list[float]]] = {}  # step -> measurement -> one value per memory
 
     def __len__(self) -> int:
         return len(self._probes)
@@ -376,7 +376,7 @@ def _draw_map(steps: list[int], values: np.ndarray, title: str, largest: float |
     axes = figure.add_subplot()
     edges = [steps[0] - 0.5, *((a + b) / 2 for a, b in pairwise(steps)), steps[-1] + 0.5]
     mesh = axes.pcolormesh(edges, np.arange(len(values) + 1) - 0.5, values, vmin=0, vmax=largest)
-    axes.set(title=title, xlabel="step", ylabel="layer")
+    axes.set(title=title, xlabel="step", ylabel="memory")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(mesh, ax=axes)
     return figure

@@ -72,6 +72,8 @@ WRONG_YAML = "defaults: [{}]\nplugins: [wrong.py]\nmodel:\n  memory:\n    kind: 
         ("h", "Tensor"),
         ("h[:, 1:], state, {}", "h [4, 31, 32] instead of [4, 32, 32]"),
         ("None, state, {}", "h NoneType instead of [4, 32, 32]"),
+        ("h, state, None", "the statistics None, not a dict of tensors"),
+        ("h, state, {'gate': 0.5}", "the statistics {'gate': 0.5}, not a dict of tensors"),
     ],
 )
 def test_a_memory_that_returns_something_else_is_one_line(tiny, tmp_path, returned, found):

@@ -228,6 +228,7 @@ def test_early_stopping_holds_after_a_kill(tiny, tmp_path, monkeypatch):
     assert run.newest_checkpoint().name == "00000005"
     assert main(["fit", *options, "--ckpt_path", "last"]) == 0
     assert (run.read_result().steps, len(losses(run))) == (5, 5)
+    assert [line["step"] for line in read_json_lines(run.path / "data.jsonl")] == [5]
 
     shutil.rmtree(tmp_path / "runs")
     with monkeypatch.context() as patch:

@@ -156,6 +156,8 @@ def apply_memory(memory: Memory, h: Tensor, state: State, previous: Tensor, prob
     elif not isinstance(output[0], Tensor) or output[0].shape != h.shape:
         new_h = list(output[0].shape) if isinstance(output[0], Tensor) else type(output[0]).__name__
         found = f"h {new_h} instead of {list(h.shape)}"
+    elif not isinstance(output[2], dict) or not all(isinstance(value, Tensor) for value in output[2].values()):
+        found = f"the statistics {output[2]!r:.60}, not a dict of tensors"
     else:
         new_h, state, stats = output
         return new_h, state, {key: value.clone() for key, value in stats.items()}  # FSDP frees a weight that one views

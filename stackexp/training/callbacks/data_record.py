@@ -84,6 +84,8 @@ class DataRecord(StepCallback):
     def on_train_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Write the line of the last step if a callback has ended the training early."""
         if self._step % self._interval and self._step != trainer.max_steps:
+            if trainer.is_global_zero:
+                truncate_hash_log(self._folder, self._step - 1)  # a run that resumes after its last step has the line
             self._update(trainer, module)
             self._write(trainer, module)
 

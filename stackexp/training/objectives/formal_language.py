@@ -29,14 +29,14 @@ class FormalLanguageObjective(Objective):
     def warn_about_limits(self, stage: str) -> None:
         """Warn if the stack has too few slots for the longest strings of a stage; "fit" includes training strings."""
         data, memory = self.config.data, getattr(self.config.model, "memory", None) or self.config.model
-        num_slots = getattr(memory, "num_slots", None)
-        if num_slots is None or getattr(memory, "axis", "time") == "depth":
+        has_slots = hasattr(memory, "num_slots") and hasattr(memory, "eval_num_slots")
+        if not has_slots or getattr(self.config.model, "memory_axis", "time") == "depth":
             return
         section = "model" if memory is self.config.model else "model.memory"
         longest = data.validation_max_length if stage == "validate" else data.eval_max_length
-        checks = [(f"{section}.eval_num_slots", memory.eval_num_slots or num_slots, longest)]
+        checks = [(f"{section}.eval_num_slots", memory.eval_num_slots or memory.num_slots, longest)]
         if stage == "fit":
-            checks.insert(0, (f"{section}.num_slots", num_slots, data.max_length))
+            checks.insert(0, (f"{section}.num_slots", memory.num_slots, data.max_length))
         for key, slots, length in checks:
             required = TASKS[data.task].required_slots(length)
             if required is not None and slots < required:
