@@ -136,7 +136,7 @@ def test_another_question_needs_another_name(question, capsys):
         ({"arms": [{"name": "a"}, {"name": "b", "data.max_chunks": 9}]}, "scored with another data.max_chunks"),
         ({"arms": [{"name": "a"}, {"name": "b", "data.validation": {"x": "y"}}]}, "another data.validation.x"),
         ({"score": "ema.average.loss"}, "arms: plain has no ema.average.loss; set trainer.ema_decay"),
-        ({"tuning": {"space": {"trainer.max_steps": {"values": [4, 5]}}}}, "tuning.space changes the number of tokens"),
+        ({"tuning": {"space": {"trainer.max_steps": {"values": [4, 5]}}}}, "tuning.space changes the tokens"),
         ({"each": {"optimizer.lr": [1, 2]}}, "each.optimizer.lr: chosen by the verdict or its tuning"),
         ({"arms": [{"name": "plain"}, {"name": "a", "optimizer.lr": 1}]}, "arms[1].optimizer.lr: also in tuning.space"),
         ({"tuning": {"space": {k: {"values": [1]} for k in "abcd"}}}, "plain tunes 4 options; expected at most 3"),

@@ -184,10 +184,9 @@ class Question:
             changed = [key for key in find_changed_keys(ours, theirs, AFFECT_RESULTS) if key.startswith("data.")]
             if scored := [key for key in changed if changes_scores(ours, key) or get_effect(ours, key) == "evaluation"]:
                 raise ConfigError(f"{where} is scored with another {scored[0]} than {self.baseline}; use the same")
-            if self.config.score.startswith("ema.") and config.data.objective != "language_modeling":
-                raise ConfigError(f"{where} has no {self.config.score}: only language models are scored with averages")
-            if self.config.score.startswith("ema.") and config.trainer.ema_decay is None:
-                raise ConfigError(f"{where} has no {self.config.score}; set trainer.ema_decay for all arms")
+            is_averaged = config.trainer.ema_decay is not None and config.data.objective == "language_modeling"
+            if self.config.score.startswith("ema.") and not is_averaged:
+                raise ConfigError(f"{where} has no {self.config.score}; set trainer.ema_decay (for language models)")
 
     def _build_stage(self, name: str, runs: dict["TrialKey", Values]) -> "QuestionStage":
         """Build a sweep whose trials are distinct; arms with the same config share theirs."""
@@ -210,10 +209,7 @@ class Question:
         self.check_arms()
         trials = self.tuning.trials.values() if self.tuning else []
         if self.config.equal == "tokens" and len({trial.config.total_tokens for trial in trials}) > 1:
-            raise ConfigError(
-                f"{display_path(self.path)}: tuning.space changes the number of tokens, which should be equal; remove "
-                "the option, or set equal: time"
-            )
+            raise ConfigError(f"{display_path(self.path)}: an option of tuning.space changes the tokens; omit it")
 
     def check_arms(self) -> None:
         """Compose the pairs and the first point of each arm. Raises ConfigError for an invalid arm."""
@@ -254,14 +250,12 @@ class Question:
         if tuning is None or stage is None:
             return {}
         scores = stage.read_scores()
-        return {
-            arm: [
-                (values, [scores[arm, i, seed] for seed in tuning.seeds])
-                for i, values in enumerate(tuning.draw_points(arm))
-                if all((arm, i, seed) in scores for seed in tuning.seeds)
-            ]
-            for arm in self.arms
-        }
+        tuned: Tuned = {arm: [] for arm in self.arms}
+        for arm in self.arms:
+            for i, values in enumerate(tuning.draw_points(arm)):
+                if all((arm, i, seed) in scores for seed in tuning.seeds):
+                    tuned[arm].append((values, [scores[arm, i, seed] for seed in tuning.seeds]))
+        return tuned
 
     def read_plan(self) -> PairPlan | None:
         """Return the plan in the folder, or None.
