@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,13 +115,12 @@ def _find_file(package: Package, folder: Path, latest: bool) -> Path | None:
 
 def _download(request: str, folder: Path, sha256: str | None) -> Path:
     """Download NAME or NAME=VERSION and return the path of the file. Raises UnavailableError, or RunError."""
-    part = folder / ".part"
-    shutil.rmtree(part, ignore_errors=True)  # left by a killed process
-    part.mkdir()
-    try:
+    for left in folder.glob(".part*"):  # by a killed process, whose apt-get may still run
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=".part", dir=folder, ignore_cleanup_errors=True) as part:
         command = ["apt-get", "download", "--quiet=2", request]
         run = subprocess.run(command, cwd=part, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        files = list(part.glob("*.deb"))
+        files = list(Path(part).glob("*.deb"))
         if run.returncode or not files:
             errors = re.findall(r"^E: (.*)", run.stderr, flags=re.MULTILINE)
             raise UnavailableError(errors[0] if errors else f"apt-get exit code {run.returncode}")
@@ -131,8 +131,6 @@ def _download(request: str, folder: Path, sha256: str | None) -> Path:
                 "accept the files of this one"
             )
         return files[0].rename(folder / files[0].name)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _read_version(path: Path) -> str:
