@@ -43,9 +43,11 @@ def use_compiler_only() -> None:
 
 def compile_kernel(function: JITFunction, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Compile a kernel, and measure its resources if it is new."""
+    layers = len(args[0]) if args and type(args[0]) is tuple else None  # since the last stored stack
+    if layers in (2, 3) and sys.argv[2] == "usual":  # between the extremes, 1 and 4
+        return
     kernel = function.run(*args, grid=grid, warmup=True, **options)
     sizes = {name: getattr(options.get("settings"), name, None) for name in ("heads", "head_dim")}
-    layers = len(args[0]) if args and type(args[0]) is tuple else None  # since the last stored stack
     if kernel.hash not in resources:
         resources[kernel.hash] = {"kernel": function.__name__} | sizes | {"layers": layers} | measure_resources(kernel)
 

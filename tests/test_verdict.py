@@ -299,7 +299,8 @@ def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):
     assert "effect: 0.02" in written
 
 
-def test_the_adapter_of_a_stack_differs_in_its_mechanism_only(capsys):
+def test_the_adapter_of_a_stack_differs_in_its_mechanism_only(monkeypatch, capsys):
+    monkeypatch.setattr("stackexp.planning.cost.match_models", lambda *_: (128, 1.0))  # takes seconds
     for memory in ("authors_code", "stacktrans-normalized", "full_dim"):
         tree = build_question(["ablation/small"], [], memory)
         arms = {

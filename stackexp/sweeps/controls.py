@@ -82,12 +82,7 @@ def write_question(names: list[str], overrides: list[str], memory: str, effect: 
     """
     root = Path(compose(names, overrides).logging.root)
     name = "-".join(["verdict", *(Path(config).stem for config in names), memory])
-    path, tree = root / name / QUESTION, build_question(names, overrides, memory, effect or VerdictConfig.effect)
-    tree = {"name": name, "folder": str(Path.cwd())} | tree
-    chosen = {"seed", *tree["tuning"]["space"], *(key for arm in tree["arms"] for key in arm)}
-    for key, _, origin in split_overrides(overrides):
-        if key in chosen:
-            raise ConfigError(f"{key} is chosen by the verdict; set it in a config of your own, for --config", origin)
+    path = root / name / QUESTION
     if path.is_file():
         existing = build_dataclass(VerdictConfig, read_file(path)[1])
         if existing.config != names:
@@ -96,8 +91,13 @@ def write_question(names: list[str], overrides: list[str], memory: str, effect: 
             raise ConfigError(f"{path}: has other overrides; change them there, or move the folder elsewhere")
         if effect not in (None, existing.effect):
             raise ConfigError(f"{path}: has effect: {existing.effect:g}; change it there, or move the folder elsewhere")
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, yaml.safe_dump(tree, sort_keys=False))
-        print(f"wrote {path}: the memory, its controls and the search; edit it, or run as it is", flush=True)
+        return path
+    tree = build_question(names, overrides, memory, effect or VerdictConfig.effect)
+    chosen = {"seed", *tree["tuning"]["space"], *(key for arm in tree["arms"] for key in arm)}
+    for key, _, origin in split_overrides(overrides):
+        if key in chosen:
+            raise ConfigError(f"{key} is chosen by the verdict; set it in a config of your own, for --config", origin)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, yaml.safe_dump({"name": name, "folder": str(Path.cwd())} | tree, sort_keys=False))
+    print(f"wrote {path}: the memory, its controls and the search; edit it, or run as it is", flush=True)
     return path
