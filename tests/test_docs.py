@@ -100,9 +100,18 @@ def test_commands_in_messages_parse(folder):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_point_to_files(page):
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
-    missing = [target for target in targets if not (page.parent / target).exists()]
-    assert missing == []
+    targets = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)", page.read_text(encoding="utf-8"))
+    for target, heading in targets:
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not heading or heading in list_anchors(file), f"{target}#{heading}"
+
+
+def list_anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", "\n".join(re.findall(r"^#+ (.+)$", text, re.MULTILINE)))
+    return set(re.sub(r"[^\w\- \n]", "", headings.lower()).replace(" ", "-").split("\n"))
 
 
 def test_the_example_config_for_own_text_composes(tmp_path):

@@ -38,8 +38,12 @@ class Decoder:
         if self.tokens.device.type != "cuda":
             return self.step()
         if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # other threads may load data
+            self.graph, device = torch.cuda.CUDAGraph(), self.tokens.device
+            stream = torch.cuda.Stream(device)  # the default one may be on another device
+            with (
+                torch.cuda.device(device),
+                torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"),  # others may load data
+            ):
                 self.logits = self.step()
         self.graph.replay()
         return self.logits

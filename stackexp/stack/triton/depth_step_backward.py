@@ -187,7 +187,7 @@ def _store_query_gradient(b_to_query, tensors, settings: tl.constexpr):
     b_to_query = tl.sum(tl.reshape(b_to_query, [settings.tokens, settings.group, settings.padded_dim]), 0)
     o_head = tl.program_id(1) * settings.group + tl.arange(0, settings.group)[:, None]
     o_dim = tl.arange(0, settings.padded_dim)[None, :]
-    o_query = (tl.program_id(0) * settings.heads + o_head) * settings.head_dim + o_dim
+    o_query = (tl.program_id(0).to(tl.int64) * settings.heads + o_head) * settings.head_dim + o_dim
     tl.store(tensors.to_query + o_query, b_to_query, (o_head < settings.heads) & (o_dim < settings.head_dim))
 
 

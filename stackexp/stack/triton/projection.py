@@ -144,7 +144,7 @@ def locate_small(i_token, num_tokens, settings: tl.constexpr):
     """Return the offsets of x, R or their gradients [TOKENS, H*D], and the mask of those that exist."""
     o_token = i_token + tl.arange(0, settings.tokens)[:, None]
     o_x = tl.arange(0, settings.padded_size)[None, :]
-    return o_token * settings.size + o_x, (o_token < num_tokens) & (o_x < settings.size)
+    return o_token.to(tl.int64) * settings.size + o_x, (o_token < num_tokens) & (o_x < settings.size)
 
 
 @triton.jit
@@ -165,7 +165,8 @@ def locate_logits(i_token, num_tokens, settings: tl.constexpr):
     o_x = tl.arange(0, settings.padded_size)[:, None]
     m_actions = m_logit & (o_x // settings.head_dim == o_logit // 3)
     o_actions = o_logit * settings.head_dim + o_x % settings.head_dim
-    return o_token * settings.num_logits + o_logit, m_logit & (o_token < num_tokens), o_actions, m_actions
+    o_logits = o_token.to(tl.int64) * settings.num_logits + o_logit
+    return o_logits, m_logit & (o_token < num_tokens), o_actions, m_actions
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

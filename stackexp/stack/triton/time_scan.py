@@ -17,12 +17,9 @@ from torch.nn import functional as F
 
 from stackexp.stack import eager, reference
 from stackexp.stack import feedback as feedback_math
-from stackexp.stack.eager import empty, step
 from stackexp.stack.feedback import ACTIVATIONS
 from stackexp.stack.reference import StackOutput, StackState
 from stackexp.stack.triton.depth_step import round_up_to_power_of_2
-
-__all__ = ["empty", "scan", "step"]
 
 MAX_WARPS = 8
 ELEMENTS_PER_WARP = 512  # of a tile: 16 registers per thread for each tile of the backward pass; more would spill
