@@ -57,6 +57,8 @@ def test_problems_are_right_and_split_once(operation, symbol):
 
 
 class Trainer:
+    accumulate_grad_batches = 1
+
     def __init__(self, step: int, rank: int = 0, world_size: int = 1):
         self.global_step, self.global_rank, self.world_size = step, rank, world_size
 
