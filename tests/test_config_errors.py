@@ -168,7 +168,7 @@ MISTAKES = {
         ("trainer.recompute=selective", "trainer.recompute: selective requires activation_checkpointing: true"),
         (
             ["model.memory=null", "optimizer.memory_lr=0.01"],
-            "optimizer.memory_lr: the model has no memory; set model.memory, or set it to null",
+            "optimizer.memory_lr: the model has no memory; set model.memory, or memory_lr to null",
         ),
         (
             ["model.residual_dtype=bfloat16", "trainer.precision=32-true"],

@@ -213,7 +213,7 @@ class ExperimentConfig:
         if self.optimizer.kind == "muon" and self.trainer.is_sharded:
             yield "optimizer.kind", f"muon does not support trainer.strategy: {self.trainer.strategy}; use adamw"
         if is_training and getattr(self.optimizer, "memory_lr", None) and getattr(self.model, "memory", None) is None:
-            yield "optimizer.memory_lr", "the model has no memory; set model.memory, or set it to null"
+            yield "optimizer.memory_lr", "the model has no memory; set model.memory, or memory_lr to null"
         if self.evaluation.tasks and self.data.objective != "language_modeling":
             yield "evaluation.tasks", f"requires training on text, found data.kind: {self.data.kind}; set it to []"
         if getattr(self.model, "residual_dtype", "float32") == "bfloat16" and self.trainer.precision != "bf16-mixed":

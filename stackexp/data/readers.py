@@ -251,7 +251,8 @@ def _read_json_lines(source: Source, raw: BinaryIO, columns: Columns) -> Iterato
         number += 1
         try:
             if len(line) > MAX_LINE_BYTES:
-                _skip_line(line, file)
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(PIECE_CHARACTERS)
                 raise _BadDocumentError(f"longer than {MAX_LINE_BYTES:,} bytes")
             if not line.isspace():
                 text = _parse_line(line, columns)
@@ -275,12 +276,6 @@ def _parse_line(line: bytes, columns: Columns) -> str | None:
     except ValueError as e:  # a number with more digits than Python converts
         raise _BadDocumentError(str(e).partition(":")[0]) from e
     return text
-
-
-def _skip_line(line: bytes, file: BinaryIO) -> None:
-    """Read to the end of a line that starts with `line`."""
-    while line and not line.endswith(b"\n"):
-        line = file.readline(PIECE_CHARACTERS)
 
 
 def _decompress(name: str, raw: BinaryIO) -> BinaryIO:

@@ -165,8 +165,7 @@ def build_state_report(runs: Sequence[StateRun], notes: Sequence[str]) -> Report
 def _build_table(title: str, header: Sequence[str], rows: Sequence[tuple[StateRun, list[str]]]) -> Table:
     ordered = sorted(rows, key=lambda row: (row[0].labels[1], -row[0].score))
     cells = [
-        [*run.labels, f"**{run.score:.3f}**" if run.is_solved else format_score(run.score), *row]
-        for run, row in ordered
+        [*run.labels, f"**{run.score:.3f}**" if run.is_solved else f"{run.score:.3f}", *row] for run, row in ordered
     ]
     score = f"score {SCORED[0]}..{SCORED[1]}"
     return Table(title, ["run", "task", "model", "seed", score, *header], cells, 4)

@@ -115,7 +115,7 @@ class SweepConfig:
     config: Any = None  # one or several base configs, names or paths
     folder: Optional[str] = None  # paths of configs are relative to it; None: to the sweep's file
     overrides: list[str] = field(default_factory=list)  # KEY=VALUE, for every trial
-    command_line: list[str] = field(default_factory=list)  # in the copy of a sweep: those of its last `sweep run`
+    command_line: list[str] = field(default_factory=list)  # of the last `sweep run`; only in the copy
     seeds: list[int] = field(default_factory=list)
     tokens: Optional[float] = option(None, above=0)  # budget of each trial; trainer.max_steps follows from it
     objective: str = "average.loss"  # path into result.json

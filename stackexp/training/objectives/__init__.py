@@ -126,12 +126,7 @@ class Objective(ABC):
         """Score every set of `final_stage`, except those that were scored before the run was killed."""
         checkpoint = self.load_final_checkpoint(session)
         evaluation = ResumableEvaluation(
-            self.final_stage,
-            self.config,
-            session.data,
-            session.processes,
-            checkpoint,
-            output=session.folder.result,
+            self.final_stage, self.config, session.data, session.processes, checkpoint, output=session.folder.result
         )
         evaluation.run(session.trainer, session.module, self.find_scored_sets(session))
         return evaluation
