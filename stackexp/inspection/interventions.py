@@ -16,6 +16,7 @@ from stackexp.models.memories.base import Memory
 from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.memories.stack import IMPOSSIBLE_LOGIT, StackMemory
 from stackexp.models.stack_recording import ACTIONS, Recording, Stack, find_recorded, record_memories, wrap_method
+from stackexp.models.transformer import Transformer
 from stackexp.modules.scores import TOO_FEW_CHUNKS, estimate_sampling_error
 from stackexp.modules.transduction import compute_answer_losses
 from stackexp.stack import StackState
@@ -42,7 +43,7 @@ class Intervention:
     layer: int | None = None
 
 
-def measure_interventions(model: nn.Module, batches: list[TokenBatch], heads: bool) -> list[dict[str, Any]]:
+def measure_interventions(model: Transformer, batches: list[TokenBatch], heads: bool) -> list[dict[str, Any]]:
     """Return the change of the loss under each intervention, in nats, with the paired 95 % interval over sequences.
 
     Strings of a formal language are independent. Chunks of text are not: too few of them have no interval (None).
@@ -60,13 +61,13 @@ def measure_interventions(model: nn.Module, batches: list[TokenBatch], heads: bo
     return changes
 
 
-def measure_summary(model: nn.Module, batches: list[TokenBatch]) -> dict[str, float]:
+def measure_summary(model: Transformer, batches: list[TokenBatch]) -> dict[str, float]:
     """Return the change of the loss with the actions frozen at their mean, and with all reads dropped, in nats.
 
     Only stacks with actions and without feedback can be frozen. For other memories, what they add to the hidden state
     is dropped.
     """
-    memories: list[Any] = list(model.memories)
+    memories: list[Any] = model.memories
     is_stack = isinstance(memories[0], Stack)
     interventions = [Intervention("dropped read" if is_stack else "dropped output", read=_drop_read)]
     if is_stack and memories[0].actions is not None and not getattr(memories[0].config, "feedback", False):
@@ -77,12 +78,12 @@ def measure_summary(model: nn.Module, batches: list[TokenBatch]) -> dict[str, fl
     return {name: float(change / counts.sum()) for name, change in changes.items()}
 
 
-def _compute_losses_under(model: nn.Module, batches: list[TokenBatch], intervention: Intervention) -> np.ndarray:
+def _compute_losses_under(model: Transformer, batches: list[TokenBatch], intervention: Intervention) -> np.ndarray:
     with intervene(model, intervention):
         return compute_losses(model, batches)[0]
 
 
-def _record_first(model: nn.Module, batches: list[TokenBatch]) -> list[Recording]:
+def _record_first(model: Transformer, batches: list[TokenBatch]) -> list[Recording]:
     """Return the recordings of the memories on the first batches."""
     tokens = [batch["tokens"] for batch in batches[:4]]
     with record_memories(model) as recordings:
@@ -133,7 +134,7 @@ def _count_heads(memory: Memory) -> int:
     return memory.config.num_heads if isinstance(memory, StackMemory) else 1
 
 
-def list_interventions(model: nn.Module, means: list[Recording], heads: bool = False) -> list[Intervention]:
+def list_interventions(model: Transformer, means: list[Recording], heads: bool = False) -> list[Intervention]:
     """Return all interventions for a model. Those with frozen actions use the mean actions of the recordings `means`.
 
     Actions are forced to 0 or 1, frozen at their mean over the tokens, or hardened. Stacks are cleared before a layer.
@@ -183,7 +184,7 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
 
 
 @contextlib.contextmanager
-def intervene(model: nn.Module, intervention: Intervention) -> Iterator[None]:
+def intervene(model: Transformer, intervention: Intervention) -> Iterator[None]:
     """Apply an intervention in the forward passes within this context."""
     memories = [m for m in model.memories if intervention.layer in (None, m.layer)]
     if intervention.state:
