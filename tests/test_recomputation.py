@@ -10,9 +10,11 @@ from small_models import STACKS, VARIANTS, make_model, make_tokens
 from stackexp import stack
 from stackexp.config.compose import compose
 from stackexp.models.cross_entropy import NextTokenLoss
+from stackexp.models.recomputation import run_recomputed
 from stackexp.models.transformer import Transformer
 from stackexp.modules.base import TrainingModule
 from stackexp.planning.memory_use import track_pass
+from stackexp.stack.dispatch import choose_step_module
 
 LAYERS = 3
 MEMORIES = {name: STACKS[name] for name in ("none", "depth", "queue", "time")}
@@ -27,20 +29,30 @@ def compute_gradients(model: Transformer, recompute: bool | str) -> list[torch.T
     return torch.autograd.grad(output.logits.logsumexp(-1).sum() + output.entropy, list(model.parameters()))
 
 
-@pytest.mark.parametrize(
-    ("memory", "recompute"), [(m, r) for m in MEMORIES for r in (True, "selective") if (m, r) != ("time", "selective")]
-)
-def test_recomputation_without_autocast_gives_identical_gradients(memory, recompute):
-    """Use the eager stack step, because `auto` may choose differently under a dispatch mode."""
+@pytest.mark.parametrize("implementation", ["auto", "eager"])
+@pytest.mark.parametrize("recompute", [True, "selective"])
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_recomputation_without_autocast_gives_identical_gradients(memory, recompute, implementation):
     model = make_model(MEMORIES[memory], torch.float32)
-    with stack.use_implementation("eager"):
+    with stack.use_implementation(implementation):
         assert all(map(torch.equal, compute_gradients(model, recompute), compute_gradients(model, False)))
+
+
+def test_selective_runs_the_kernels_in_both_passes():
+    chosen = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        chosen.append(choose_step_module(x).__name__)
+        return 2 * x
+
+    run_recomputed(layer, torch.ones(2, 3, requires_grad=True), selective=True).sum().backward()
+    assert chosen == ["stackexp.stack.numba.time_scan"] * 2
 
 
 def count_backward_calls(recompute: bool | str) -> Counter:
     model = make_model(MEMORIES["depth"], torch.float32)
     model.checkpoint_blocks = recompute
-    with stack.use_implementation("eager"):  # auto may choose differently under a dispatch mode
+    with stack.use_implementation("eager"):  # kernels are no operators
         loss = model(make_tokens()).logits.sum()
         with OperatorRecord() as record:
             loss.backward()

@@ -28,7 +28,7 @@ def run_recomputed(layer: Callable, *args: Any, selective: bool, preserve_rng: b
         layer: The module or function to run.
         args: Its arguments, which are kept for the backward pass.
         selective: Save the outputs of matrix products and attention, and recompute the rest. Do not use it for layers
-            that scan over tokens: under its dispatch mode, the scan runs operator by operator.
+            with a Python loop over tokens: its dispatch mode adds time to each operator of the loop.
         preserve_rng: Restore the random state before recomputing, for layers that use random numbers.
     """
     contexts = functools.partial(create_selective_checkpoint_contexts, _choose_policy)

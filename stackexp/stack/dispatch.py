@@ -7,8 +7,8 @@ numba       compiled kernels for the CPU
 triton      compiled kernels for CUDA; the depth axis in coefficient form where that moves fewer bytes
 
 auto also selects eager for what the kernels do not support: torch.compile, torch.func, forward-mode differentiation,
-tensor subclasses and dispatch modes (fake tensors, FLOP counters). The Triton depth step does support torch.compile and
-dispatch modes; its coefficient form does not.
+tensor subclasses and dispatch modes (fake tensors, FLOP counters), except those of selective checkpointing. The Triton
+depth step does support torch.compile and dispatch modes; its coefficient form does not.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from stackexp.stack import eager, reference
 from stackexp.stack.triton import coefficients, depth_step
@@ -32,6 +33,8 @@ from stackexp.stack.triton import coefficients, depth_step
 STEP_MODULES = {"reference": "reference", "eager": "eager", "numba": "numba.time_scan", "triton": "triton.depth_step"}
 SCAN_MODULES = STEP_MODULES | {"triton": "triton.time_scan"}
 IMPLEMENTATIONS = tuple(STEP_MODULES)
+CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+"""Dispatch modes of selective checkpointing, which run all operators: in the forward pass, and when recomputing."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # a constant: find_spec would break a compiled graph
 
 _logger = logging.getLogger("stackexp.stack")
@@ -137,7 +140,9 @@ def _log_once(level: int, message: str) -> None:
 
 def _is_executed_eagerly(x: Tensor) -> bool:
     """Return True if operations on x run now, instead of being traced, counted or transformed."""
-    if torch.compiler.is_compiling() or _is_transformed() or _get_current_dispatch_mode() is not None:
+    if torch.compiler.is_compiling() or _is_transformed():
+        return False
+    if not all(isinstance(mode, CHECKPOINT_MODES) for mode in _get_current_dispatch_mode_stack()):
         return False
     return type(x) in (Tensor, torch.nn.Parameter)
 
