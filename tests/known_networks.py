@@ -1,10 +1,13 @@
 """Run folders with networks whose automaton is known, for the tests of `certify`."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
 from stackexp import runs
+from stackexp.certification.machine import ReadState
 from stackexp.config.compose import compose
 from stackexp.training.objectives import build_objective
 
@@ -128,3 +131,27 @@ class Forgetful:
     def answer(self, strings, rows):
         is_lost = strings[:, -60:].sum(1) == 60
         return torch.eye(2)[np.where(is_lost, 0, strings.sum(1) % 2)][:, None]
+
+
+class Slots(NamedTuple):
+    slots: torch.Tensor
+
+
+class Exact:
+    """A machine whose state is that of an automaton, in a slot; it answers right except in the state `wrong`."""
+
+    batch_size, grid = 16, None
+
+    def __init__(self, automaton, wrong=None):
+        self.automaton, self.outputs = automaton, automaton.outputs.copy()
+        if wrong is not None:
+            self.outputs[wrong] = (self.outputs[wrong] + 1) % (self.outputs.max() + 1)
+
+    def read(self, cache, tokens):
+        state = np.zeros(len(tokens), np.int64) if not cache.states else cache.states[0].slots[:, 0].numpy().astype(int)
+        for symbols in tokens.T:
+            state = self.automaton.transitions[state, symbols]
+        return ReadState(cache.length + tokens.shape[1], {}, {0: Slots(torch.tensor(state)[:, None])})
+
+    def answer(self, cache, rows):
+        return torch.eye(self.outputs.max() + 1)[self.outputs[cache.states[0].slots[:rows, 0].numpy()]][:, None]

@@ -11,6 +11,7 @@ import torch
 from known_networks import (
     REVERSE,
     SMALL,
+    Exact,
     Forgetful,
     build_late_reverse,
     build_manipulation,
@@ -32,10 +33,11 @@ from stackexp.certification.automata import (
     format_string,
 )
 from stackexp.certification.certify import Certificate, describe_learned, harden
-from stackexp.certification.machine import NetworkMachine, hash_rows, list_prefixes
+from stackexp.certification.machine import NetworkMachine, ReadState, hash_rows, list_prefixes
 from stackexp.evaluation.loading import load_run
-from stackexp.models.transformer import Cache
 from stackexp.tasks import TASKS
+
+ALL = REGULAR["parity_check"]().grammar  # all strings of two symbols
 
 
 def certify(capsys, arguments, *options: str) -> tuple[int, str, dict]:
@@ -48,19 +50,37 @@ def certify(capsys, arguments, *options: str) -> tuple[int, str, dict]:
 
 @pytest.mark.parametrize("task", REGULAR)
 def test_automata_of_regular_tasks_have_the_labels(task):
-    automaton, rng = REGULAR[task](), np.random.default_rng(0)
+    known, rng = REGULAR[task](), np.random.default_rng(0)
+    automaton = known.automaton
     for length in (*range(1, 13), 200):
         batch = TASKS[task].sample(rng, 100, length)
-        answers = automaton.outputs[automaton.run(batch.inputs)[:, -1]]
-        assert (answers == batch.targets[:, 0]).all()
-    assert automaton.num_states == {"parity_check": 2}.get(task, 5)
+        states = automaton.run(batch.inputs)
+        if not TASKS[task].answers_every_token:
+            states = states[:, -1:]
+        assert (automaton.outputs[states] == batch.targets).all()
+        assert known.grammar.are_prefixes(batch.inputs).all()
+        assert known.grammar.is_last[batch.inputs[:, -1]].all()
+    num_states = {"parity_check": 2, "modular_arithmetic": 51, "word_problem_s3": 6, "word_problem_s5": 120}
+    assert automaton.num_states == num_states.get(task, 60 if task.startswith("word_problem") else 5)
+
+
+def test_strings_that_a_grammar_forbids_have_no_output():
+    known, rng = REGULAR["modular_arithmetic"](), np.random.default_rng(0)
+    strings = rng.integers(0, 9, (5000, 3))
+    is_string = known.grammar.are_prefixes(strings) & known.grammar.is_last[strings[:, -1]]
+    assert set(map(tuple, strings[is_string])) <= {(a, o, b) for a in range(5) for o in (5, 6, 7) for b in range(5)}
+    assert is_string.sum() == pytest.approx(5000 * 75 / 729, abs=100)
+    assert ((known.automaton.outputs[known.automaton.run(strings)[:, -1]] != NO_STRING) == is_string).all()
+    drawn = known.grammar.draw(rng, 2000, 4)
+    assert known.grammar.are_prefixes(drawn).all()
+    assert np.bincount(drawn[:, 2], minlength=9)[:5] / 2000 == pytest.approx(1 / 5, abs=0.05)
 
 
 @pytest.mark.parametrize("task", STACK_TASKS)
 def test_pushdown_automata_have_the_labels(task):
     rng = np.random.default_rng(0)
     known = STACK_TASKS[task]
-    prefixes = [level for level, _ in list_prefixes(known.may_follow, 5)[1:]]
+    prefixes = [level for level, _ in list_prefixes(known.grammar.may_follow, 5)[1:]]
     listed = {n: set(map(tuple, p[known.are_strings(p)])) for n, p in enumerate(prefixes, 1)}
     for length in (*range(1, 13), 100):
         batch = TASKS[task].sample(rng, 300, length)
@@ -125,16 +145,16 @@ def test_enumerated_states_include_strings_in_batches_of_every_size(tmp_path, mo
         return keys
 
     monkeypatch.setattr(regular, "hash_rows", record_states)
-    _, count = regular.close_states(hard, 2)
+    _, count = regular.close_states(hard, ALL)
     assert count == len(known) + 1 > 10, "the start has no bits"
     strings = np.array(list(itertools.product(range(2), repeat=8)))
     for rows in (1, 2, 3, 4, 5, 129, 256):
         for part in (strings[start : start + rows] for start in range(0, min(256, 20 * rows), rows)):
-            cache = Cache()
+            cache = ReadState()
             for symbols in part.T:
                 cache = hard.read(cache, symbols[:, None])
                 assert known.issuperset(hash_rows(cache))
-            assert hash_rows(hard.read(Cache(), part)) == hash_rows(cache)
+            assert hash_rows(hard.read(ReadState(), part)) == hash_rows(cache)
 
 
 def test_a_network_whose_bits_depend_on_the_row_has_no_proof(parity):
@@ -148,8 +168,8 @@ def test_a_network_whose_bits_depend_on_the_row_has_no_proof(parity):
             return cache
 
     model = load_run(parity[1], parity[3]).model
-    assert regular.close_states(NetworkMachine(model, 2, batch_size=16), 2)[1] == 3
-    assert regular.close_states(Uneven(model, 2, batch_size=16), 2) is None
+    assert regular.close_states(NetworkMachine(model, 2, batch_size=16), ALL)[1] == 3
+    assert regular.close_states(Uneven(model, 2, batch_size=16), ALL) is None
 
 
 def test_states_with_hard_actions_or_rounded_slots_are_finite(tmp_path, capsys, monkeypatch):
@@ -199,27 +219,27 @@ def test_random_strings_alone_can_reject_a_network(parity, capsys, monkeypatch):
     """A single answer is wrong: that to the last random string."""
     sample = regular.sample
 
-    def answer_wrongly(machine, streams, lengths):
-        answers, contents = sample(machine, streams, lengths)
+    def answer_wrongly(*arguments):
+        answers, contents = sample(*arguments)
         answers.answers[-1][-1] ^= 1
         return answers, contents
 
     monkeypatch.setattr(regular, "sample", answer_wrongly)
     monkeypatch.setattr(regular, "learn", lambda *_: None)  # no automaton of the network has this answer
     code, _, record = certify(capsys, parity, "--exhaustive", "5")
-    streams = np.random.default_rng(44).integers(0, 2, (10, 60))
+    streams = ALL.draw(np.random.default_rng(44), 10, 60)
     assert (code, record["verdict"]) == (1, f"differs at {format_string('ab', tuple(streams[-1]))}")
 
 
 @pytest.mark.parametrize("strings", [100, 150, 4987])
 def test_a_wrong_automaton_is_compared_with_strings_of_many_lengths(strings):
     """It is right for the shortest strings only: a third state answers wrongly after three symbols."""
-    parity = REGULAR["parity_check"]()
+    parity = REGULAR["parity_check"]().automaton
     late = Automaton(np.array([[2, 3], [3, 2], [4, 5], [5, 4], [1, 0], [0, 1]]), np.array([0, 1, 0, 1, 1, 0]))
     counts = []
     for automaton in (parity, late):
         result = Certificate("parity_check")
-        describe_learned(result, "parity_check", automaton, parity, [], strings)
+        describe_learned(result, automaton, REGULAR["parity_check"](), [], strings)
         (line,) = [line for line in result.measured if "labels of the task differ" in line]
         counts.append([int(n.replace(",", "")) for n in re.findall(r"^[\d,]+|\d+$", line)])
     (count, right), (_, wrong) = counts
@@ -233,15 +253,33 @@ def test_the_strings_of_exhaustive_are_limited(parity, capsys):
     assert "--exhaustive: expected at most 23 for parity_check, found 24" in capsys.readouterr().err
 
 
-def test_a_network_of_other_labels_is_rejected(tmp_path, capsys):
+def test_a_network_with_negated_answers_is_rejected(tmp_path, capsys):
     def weights(state):
         state = build_parity(state)
-        state["head.weight"] *= -1  # the answers of a network trained on swapped labels
+        state["head.weight"] *= -1
         return state
 
     code, _, record = certify(
         capsys, write_run(tmp_path, *parity_options(), *SMALL, weights=weights), "--exhaustive", "5"
     )
+    assert (code, record["verdict"]) == (1, "differs at a")
+
+
+def test_a_network_trained_on_wrong_labels_is_rejected(tmp_path, capsys):
+    """Training of the last layer turns the answers of a network that computes parity to the opposite ones."""
+    right = write_run(tmp_path / "right", *parity_options(), *SMALL, weights=build_parity)
+    model, task, rng = load_run(right[1], right[3]).model, TASKS["parity_check"], np.random.default_rng(0)
+    optimizer = torch.optim.Adam([model.output_head.weight], 0.1)
+    for length in [*range(1, 9)] * 12:
+        batch = task.sample(rng, 64, length)
+        tokens = torch.from_numpy(np.column_stack([batch.inputs, np.full(64, task.num_symbols)]))
+        logits = model(tokens).logits[:, -1]
+        torch.nn.functional.cross_entropy(logits, torch.from_numpy(1 - batch.targets[:, 0])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (logits.argmax(1).numpy() != batch.targets[:, 0]).all()
+    trained = write_run(tmp_path, *parity_options(), *SMALL, weights=lambda _: model.state_dict())
+    code, _, record = certify(capsys, trained, "--exhaustive", "5")
     assert (code, record["verdict"]) == (1, "differs at a")
 
 
@@ -263,8 +301,8 @@ def test_a_network_that_forgets_differs_after_many_repetitions(tmp_path, capsys,
             break
     assert wrong_after is not None
     run = write_run(tmp_path, *parity_options(), *SMALL, weights=weights)
-    model, automaton = load_run(run[1], run[3]).model, REGULAR["parity_check"]()
-    strings = regular.list_loops(automaton, wrong_after)
+    model, known = load_run(run[1], run[3]).model, REGULAR["parity_check"]()
+    strings, automaton = regular.list_loops(known, wrong_after), known.automaton
     expected = automaton.outputs[automaton.run(strings)]
     for length in range(1, wrong_after + 1):  # after b, other words than a may fail earlier
         tokens = np.column_stack([strings[:, :length], np.full(len(strings), 2)])
@@ -274,7 +312,7 @@ def test_a_network_that_forgets_differs_after_many_repetitions(tmp_path, capsys,
             break
     for batch_size in (None, 16):
         machine = NetworkMachine(model, 2, batch_size=batch_size)
-        found, loops, repeated = regular.repeat_loops(machine, automaton, 3 * wrong_after, 3 * wrong_after)
+        found, loops, repeated = regular.repeat_loops(machine, known, 3 * wrong_after, 3 * wrong_after)
         assert loops == 8
         assert repeated < loops
         assert len(found) == length
@@ -291,6 +329,42 @@ def test_a_wrong_answer_in_one_phase_of_a_loop_is_found(dense_length):
     assert (found, loops) == ((1,) * 61, 8)
 
 
+@pytest.mark.parametrize("name", ["even_pairs", "modular_arithmetic", "word_problem_s3"])
+def test_each_method_accepts_the_automaton_and_rejects_a_wrong_state(name):
+    known, rng = REGULAR[name](), np.random.default_rng(0)
+    automaton, grammar = known.automaton, known.grammar
+    wrong = int(np.flatnonzero(automaton.outputs != NO_STRING)[-1])  # the state that is reached last
+    streams = grammar.draw(rng, 40, 60)
+    for machine, is_right in ((Exact(automaton), True), (Exact(automaton, wrong), False)):
+        table = regular.tabulate(machine, 5, grammar)
+        drawn, _ = regular.sample(machine, streams, [7, 30, 31, 32], grammar)
+        assert table.count == {"even_pairs": 62, "modular_arithmetic": 5 + 75 + 1125, "word_problem_s3": 9330}[name]
+        assert drawn.count == (120 if name == "modular_arithmetic" else 160), "32 symbols are 31 again"
+        learned = regular.learn(machine, [table, drawn], known)
+        closed, count = regular.close_states(machine, grammar)
+        assert count in (automaton.num_states, automaton.num_states + 1)
+        found = [find_difference(learned, automaton), find_difference(closed, automaton)]
+        found += [table.compare(automaton)[1], drawn.compare(automaton)[1]]
+        found += [regular.repeat_loops(machine, known, 300, 300)[0]]
+        for string in found:
+            assert is_right == (string is None)
+            assert is_right or automaton.run(np.array([string]))[0, -1] == wrong
+
+
+def test_a_network_that_answers_every_symbol_is_read_as_in_training(tmp_path, capsys):
+    run = write_run(tmp_path, "formal/stacktrans-gated", "data.task=word_problem_s3", *SMALL)
+    model, strings = load_run(run[1], run[3]).model, ALL.draw(np.random.default_rng(0), 5, 9)
+    machine = NetworkMachine(model, 6, batch_size=16, answers_every_token=True)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(strings)).logits
+    cache = ReadState()
+    for i in range(9):
+        cache = machine.read(cache, strings[:, i : i + 1])
+        torch.testing.assert_close(machine.answer(cache, 5), expected[:, i : i + 1])
+    code, _, record = certify(capsys, run, "--exhaustive", "2")
+    assert (code, record["verdict"][:10]) == (1, "differs at"), "it is not trained"
+
+
 def test_loops_stop_after_all_states_repeat(parity):
     machine = NetworkMachine(load_run(parity[1], parity[3]).model, 2, batch_size=regular.BATCH_SIZE)
     read, lengths = machine.read, []
@@ -302,7 +376,7 @@ def test_loops_stop_after_all_states_repeat(parity):
 def test_the_bits_of_a_state_include_the_keys_and_values_in_the_window(tmp_path):
     run = write_run(tmp_path, *parity_options(), *SMALL, "model.attention_window=2")
     machine = NetworkMachine(load_run(run[1], run[3]).model, 2)
-    cache = machine.read(Cache(), np.array([[0, 0], [1, 0]]))
+    cache = machine.read(ReadState(), np.array([[0, 0], [1, 0]]))
     for layer, state in cache.states.items():  # equal slots, but attention still sees the first symbol
         cache.states[layer] = state._replace(slots=state.slots[:1].repeat(2, *[1] * (state.slots.ndim - 1)))
     assert len(set(hash_rows(cache))) == 2

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from stackexp.certification.automata import REGULAR
 from stackexp.config.compose import compose
 from stackexp.datamodules.formal_language import STAGE_SEEDS, FormalLanguageData, compute_max_length
 from stackexp.errors import ConfigError
@@ -78,8 +79,17 @@ def test_loop_fraction_makes_strings_end_in_repeated_words():
     ends = batch.inputs[:, -15:]  # half of the loops are longer than this
     has_period = np.any([(ends[:, p:] == ends[:, :-p]).all(1) for p in (1, 2, 3)], axis=0)
     assert 0.2 < has_period.mean() < 0.32
-    with pytest.raises(ConfigError, match="requires a task in which every string is valid: even_pairs, parity_check"):
+    with pytest.raises(ConfigError, match="requires a task in which words can be repeated: even_pairs, parity_check"):
         build_data("task=reverse_string", "loop_fraction=0.5")
+
+
+@pytest.mark.parametrize("name", ["modular_arithmetic", "word_problem_s3"])
+def test_strings_with_loops_have_the_answers_of_their_automaton(name):
+    known, batch = REGULAR[name](), TASKS[name].sample(np.random.default_rng(0), 500, 31, loop_fraction=0.9)
+    assert known.grammar.are_prefixes(batch.inputs).all()
+    assert (known.automaton.outputs[known.automaton.run(batch.inputs)[:, -1]] == batch.targets[:, -1]).all()
+    ends = batch.inputs[:, -12:]
+    assert any((row[6:] == row[:6]).all() for row in ends), "words of two, four or six symbols"
 
 
 def test_longest_fraction_adds_batches_of_maximum_length():

@@ -1,11 +1,14 @@
 """Moore machines and pushdown automata: those of the tasks, their comparison and their text."""
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from stackexp.tasks import TASKS
+from stackexp.tasks.expressions import MODULUS
+from stackexp.tasks.groups import GROUPS
 
 NO_STRING = -1  # the output for a string that is no input of the task, and its padding
 PUSH, POP, NO_OP = range(3)  # the order of a stack's action logits
@@ -71,17 +74,90 @@ def find_difference(first: Automaton, second: Automaton) -> tuple[int, ...] | No
     return None
 
 
+@dataclass(frozen=True)
+class Grammar:
+    """The strings of a task: which symbols may follow each other, and which may be the last."""
+
+    may_follow: np.ndarray  # bool [symbols + 1, symbols]: symbols after each symbol, and in the last row at the start
+    is_last: np.ndarray  # bool [symbols]: symbols that may end a string
+
+    def are_prefixes(self, strings: np.ndarray) -> np.ndarray:
+        """Return True for strings [B, L] whose symbols may follow each other: bool [B]."""
+        before = np.concatenate([np.full((len(strings), 1), -1), strings[:, :-1]], 1)
+        return self.may_follow[before, strings].all(1)
+
+    def draw(self, rng: np.random.Generator, count: int, length: int) -> np.ndarray:
+        """Draw prefixes [count, length], each symbol uniform among those that may follow."""
+        strings = np.empty((count, length), np.int64)
+        last = np.full(count, -1)
+        for column in strings.T:
+            column[:] = last = np.where(self.may_follow[last], rng.random((count, len(self.is_last))), -1).argmax(1)
+        return strings
+
+
 # The automata of the regular tasks, from their definitions and not from their generators
+
+
+@dataclass(frozen=True)
+class RegularTask:
+    """The automaton of a task, whose output is NO_STRING after prefixes that are no strings, and its strings."""
+
+    automaton: Automaton
+    grammar: Grammar
+
+
+def _allow_all(automaton: Automaton) -> RegularTask:
+    num_symbols = automaton.transitions.shape[1]
+    return RegularTask(automaton, Grammar(np.ones((num_symbols + 1, num_symbols), bool), np.ones(num_symbols, bool)))
 
 
 def _move_first_and_last(state: tuple[int, ...], symbol: int) -> tuple[int, ...]:
     return (state[0] if state else symbol, symbol)
 
 
-REGULAR: dict[str, Callable[[], Automaton]] = {
-    "even_pairs": lambda: build_automaton((), _move_first_and_last, lambda s: int(bool(s) and s[0] != s[1]), 2),
-    "parity_check": lambda: build_automaton(0, lambda state, symbol: (state + symbol) % 2, int, 2),
-    "cycle_navigation": lambda: build_automaton(0, lambda state, symbol: (state + symbol - 1) % 5, int, 3),
+def _build_modular_arithmetic() -> RegularTask:
+    """Build the automaton of digits joined by + - *: a state is (total, factor or term, is the last one a digit)."""
+    symbols = TASKS["modular_arithmetic"].symbols
+    is_digit = np.array([symbol.isdigit() for symbol in symbols])
+    is_operator = np.array([symbol in "+-*" for symbol in symbols])
+    may_follow = np.array([*np.where(is_digit[:, None], is_operator, is_digit & is_operator[:, None]), is_digit])
+
+    def move(state: tuple[int, int, bool] | None, symbol: int) -> tuple[int, int, bool] | None:
+        if state is None or not (is_operator if state[2] else is_digit)[symbol]:
+            return None  # digits and operators alternate
+        total, factor, _ = state
+        if symbol < MODULUS:
+            return total, factor * symbol % MODULUS, True
+        if symbol == MODULUS + 2:  # *
+            return total, factor, False
+        return (total + factor) % MODULUS, (1, MODULUS - 1)[symbol - MODULUS], False
+
+    def answer(state: tuple[int, int, bool] | None) -> int:
+        return (state[0] + state[1]) % MODULUS if state and state[2] else NO_STRING
+
+    automaton = build_automaton((0, 1, False), move, answer, len(symbols))
+    return RegularTask(automaton, Grammar(may_follow, is_digit))
+
+
+def _build_word_problem(group: str) -> RegularTask:
+    """Build the automaton of a group: the states are its elements, composed here as maps of points."""
+    elements = GROUPS[group]
+    points = range(len(elements[0]))
+
+    def move(state: tuple[int, ...], symbol: int) -> tuple[int, ...]:
+        return tuple(elements[symbol][state[i]] for i in points)
+
+    return _allow_all(build_automaton(tuple(points), move, elements.index, len(elements)))
+
+
+REGULAR: dict[str, Callable[[], RegularTask]] = {
+    "even_pairs": lambda: _allow_all(
+        build_automaton((), _move_first_and_last, lambda s: int(bool(s) and s[0] != s[1]), 2)
+    ),
+    "parity_check": lambda: _allow_all(build_automaton(0, lambda state, symbol: (state + symbol) % 2, int, 2)),
+    "cycle_navigation": lambda: _allow_all(build_automaton(0, lambda state, symbol: (state + symbol - 1) % 5, int, 3)),
+    "modular_arithmetic": _build_modular_arithmetic,
+    **{f"word_problem_{group}": functools.partial(_build_word_problem, group) for group in GROUPS},
 }
 
 
@@ -118,25 +194,26 @@ class Pushdown:
 
 @dataclass(frozen=True)
 class StackTask:
-    """The pushdown automaton of a task and the strings that the task has."""
+    """The pushdown automaton of a task and the strings that the task has. Strings of one symbol are all complete."""
 
     pushdown: Pushdown
-    may_follow: np.ndarray  # bool [symbols + 1, symbols]: symbols after each symbol, and in the last row at the start
-    is_last: np.ndarray  # bool [symbols]: symbols that may end a string of two or more symbols
+    grammar: Grammar
 
     def are_strings(self, prefixes: np.ndarray) -> np.ndarray:
         """Return True for prefixes [B, L] that are strings of the task: bool [B]."""
-        return np.full(len(prefixes), prefixes.shape[1] == 1) | self.is_last[prefixes[:, -1]]
+        return np.full(len(prefixes), prefixes.shape[1] == 1) | self.grammar.is_last[prefixes[:, -1]]
 
 
 STACK_TASKS: dict[str, StackTask] = {
     "reverse_string": StackTask(
-        Pushdown((PUSH, PUSH, NO_OP, POP), (0, 1), NO_STRING), np.ones((3, 2), bool), np.ones(2, bool)
+        Pushdown((PUSH, PUSH, NO_OP, POP), (0, 1), NO_STRING), Grammar(np.ones((3, 2), bool), np.ones(2, bool))
     ),
     "stack_manipulation": StackTask(
         Pushdown((PUSH, PUSH, POP, PUSH, PUSH, NO_OP, POP), (0, 1, NO_STRING, 0, 1), 2),
-        np.array([[1] * 5, [1] * 5, *[[0, 0, 1, 1, 1]] * 3, [1, 1, 0, 0, 0]], bool),
-        np.array([0, 0, 1, 1, 1], bool),
+        Grammar(
+            np.array([[1] * 5, [1] * 5, *[[0, 0, 1, 1, 1]] * 3, [1, 1, 0, 0, 0]], bool),
+            np.array([0, 0, 1, 1, 1], bool),
+        ),
     ),
 }
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stackexp.certification.machine import ROWS, NetworkMachine
-from stackexp.models.transformer import Cache
+from stackexp.certification.machine import ROWS, NetworkMachine, ReadState
 from stackexp.tasks import TASKS
 from stackexp.tasks.expressions import MIN_SPLIT, MODULUS
 
@@ -69,7 +68,7 @@ def find_wrong(machine: NetworkMachine, expressions: Iterable[Valued]) -> list[s
         for start in range(0, len(valued), ROWS):
             part = valued[start : start + ROWS]
             strings = np.array([[symbols.index(symbol) for symbol in text] for text, _ in part])
-            answers = machine.answer(machine.read(Cache(), strings), len(part))[:, 0].argmax(-1).tolist()
+            answers = machine.answer(machine.read(ReadState(), strings), len(part))[:, 0].argmax(-1).tolist()
             wrong += [text for (text, value), answer in zip(part, answers, strict=True) if answer != value]
     return wrong
 

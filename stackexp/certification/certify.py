@@ -16,19 +16,20 @@ import torch
 
 from stackexp.certification import automata, brackets, picture, regular, stack_proof, stacks
 from stackexp.certification.automata import REGULAR, STACK_TASKS, Automaton, format_string
-from stackexp.certification.machine import NetworkMachine
+from stackexp.certification.machine import NetworkMachine, ReadState
 from stackexp.config.model import TransformerConfig
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.files import write_json
 from stackexp.models.memories.stack import StackMemory
-from stackexp.models.transformer import Cache
 from stackexp.reports.report import save_figure
 from stackexp.tasks import TASKS
 from stackexp.tasks.definition import Task, TaskBatch
 
 EXHAUSTIVE = {
-    **{"even_pairs": 16, "parity_check": 16, "cycle_navigation": 10},
+    **{"even_pairs": 16, "parity_check": 16, "cycle_navigation": 10, "modular_arithmetic": 7},
+    **{"word_problem_s3": 6, "word_problem_s5": 2},
+    **dict.fromkeys(("word_problem_z60", "word_problem_a4_z5", "word_problem_a5"), 2),
     **{"reverse_string": 12, "stack_manipulation": 7, brackets.TASK: 12},
 }
 """Supported task -> the default for `--exhaustive`: at most 131,070 strings."""
@@ -77,7 +78,9 @@ def run(
     if exhaustive is not None and exhaustive > limit:
         raise ConfigError(f"certify: --exhaustive: expected at most {limit} for {task}, found {exhaustive}")
     batch_size = regular.BATCH_SIZE if task in REGULAR and can_enumerate(loaded) else None
-    machine = NetworkMachine(loaded.model, num_symbols, batch_size=batch_size)
+    machine = NetworkMachine(
+        loaded.model, num_symbols, batch_size=batch_size, answers_every_token=TASKS[task].answers_every_token
+    )
     folder = Path(out) if out else loaded.folder.path / "certificate"
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{loaded.checkpoint}, {task}\n")
@@ -122,32 +125,33 @@ def certify_regular(
 ) -> Certificate:
     """Certify a network on a regular task."""
     task = TASKS[loaded.config.data.task]
-    symbols, expected = task.num_symbols, REGULAR[task.name]()
+    known = REGULAR[task.name]()
+    expected, grammar = known.automaton, known.grammar
     result, rng = Certificate(task.name), np.random.default_rng(SEED)
     n = exhaustive or EXHAUSTIVE[task.name]
-    table = regular.tabulate(machine, n, symbols)
-    streams = rng.integers(0, symbols, (max(1, num_strings // PREFIXES), max_length))
+    table = regular.tabulate(machine, n, grammar)
+    streams = grammar.draw(rng, max(1, num_strings // PREFIXES), max_length)
     lengths = sorted(set(np.linspace(max_length / PREFIXES, max_length, PREFIXES).round().astype(int).tolist()))
-    drawn, contents = regular.sample(machine, streams, lengths)
+    drawn, contents = regular.sample(machine, streams, lengths, grammar)
     differing = [answers.compare(expected) for answers in (table, drawn)]
     result.differs_at += [first for _, first in differing if first is not None]
     if not differing[0][0]:
         result.agrees_up_to = n
-        result.proved.append(f"all {table.count - 1:,} strings of up to {n} symbols: network = automaton of the task")
-    learned = regular.learn(machine, [table, drawn], symbols, int(expected.outputs[0]))
-    describe_learned(result, task.name, learned, expected, [table, drawn], num_strings)
+        result.proved.append(f"all {table.count:,} strings of up to {n} symbols: network = automaton of the task")
+    learned = regular.learn(machine, [table, drawn], known)
+    describe_learned(result, learned, known, [table, drawn], num_strings)
     result.measured.append(
         f"{drawn.count:,} random strings ({PREFIXES} prefixes of each of {len(streams)} streams) of up to "
         f"{max_length:,} symbols: network and task differ on {differing[1][0]}"
     )
-    add_loops(result, loaded, machine, expected, max_length)
+    add_loops(result, loaded, machine, known, max_length)
     hard = harden(loaded, machine)
-    add_closure(result, machine, hard, expected)
+    add_closure(result, machine, hard, known)
     if hard is None:
         result.measured.append(WITHOUT_ACTIONS)
     else:
-        short = regular.tabulate(hard, max(1, n - 3), symbols)
-        long, _ = regular.sample(hard, streams[: max(1, len(streams) // 10)], lengths)
+        short = regular.tabulate(hard, max(1, n - 3), grammar)
+        long, _ = regular.sample(hard, streams[: max(1, len(streams) // 10)], lengths, grammar)
         wrong = sum(answers.compare(expected)[0] for answers in (short, long))
         result.measured.append(
             f"with hard actions (logits x {HARDNESS:.0e}): wrong on {wrong} of "
@@ -161,30 +165,33 @@ def certify_regular(
             f"the slots of layer {layer} separate the states of the automaton best: root mean square distance of two "
             f"random strings in one state / in two states: {ratio:.2g}"
         )
-    add_gap(result, loaded, min(table.gap, drawn.gap), streams[:8])
+    add_gap(result, loaded, min(table.gap, drawn.gap), drawn.strings[-1][:8])
     return result
 
 
 def describe_learned(
     result: Certificate,
-    task: str,
     learned: Automaton | None,
-    expected: Automaton,
+    known: automata.RegularTask,
     tables: list[regular.Answers],
     num_strings: int,
 ) -> None:
     """Compare the learned automaton with that of the task: their product, and random strings with the task's labels."""
     if learned is None:
-        result.measured.append(f"L* found no automaton with fewer than {regular.MAX_QUERIES:,} queries")
+        result.measured.append(f"L* found no automaton with fewer than {regular.limit_queries(known):,} queries")
         return
+    task = result.task
     result.automaton = automata.describe_automaton(task, learned)
-    result.figure = picture.draw_automaton(task, learned)
+    if learned.num_states <= picture.MAX_STATES:
+        result.figure = picture.draw_automaton(task, learned)
+    else:
+        result.measured.append(f"an automaton of more than {picture.MAX_STATES} states is not drawn")
     agreeing = sum(answers.compare(learned)[0] for answers in tables)
     result.measured.append(
         f"L* learned an automaton of {learned.num_states} states; it differs from the network on {agreeing} of "
         f"{sum(answers.count for answers in tables):,} strings, all short and all random ones"
     )
-    difference = automata.find_difference(learned, expected)
+    difference = automata.find_difference(learned, known.automaton)
     if difference is None:
         result.measured.append(
             "product of the learned and the task's automaton: equal on all strings of any length; each state of the "
@@ -194,7 +201,7 @@ def describe_learned(
         shown = format_string(TASKS[task].symbols, difference)
         result.measured.append(f"product of the learned and the task's automaton: the shortest difference is {shown}")
     batches = draw_strings(TASKS[task], np.random.default_rng(SEED + 1), num_strings, 1000)
-    is_wrong = [learned.outputs[learned.run(b.inputs)[:, -1]] != b.targets[:, 0] for b in batches]
+    is_wrong = [learned.outputs[learned.run(b.inputs)[:, -1]] != b.targets[:, -1] for b in batches]
     result.measured.append(
         f"{sum(map(len, is_wrong)):,} random strings of up to 1,000 symbols, lengths in geometric steps: automaton and "
         f"labels of the task differ on {sum(int(wrong.sum()) for wrong in is_wrong)}"
@@ -202,29 +209,33 @@ def describe_learned(
 
 
 def add_loops(
-    result: Certificate, loaded: LoadedRun, machine: NetworkMachine, expected: Automaton, max_length: int
+    result: Certificate, loaded: LoadedRun, machine: NetworkMachine, known: automata.RegularTask, max_length: int
 ) -> None:
     """Repeat short words in every state, up to and beyond the maximum length."""
     longest = 5 * max_length
     is_cheap = loaded.config.model.attention_window is not None  # otherwise a read takes all earlier keys and values
-    first, count, repeated = regular.repeat_loops(machine, expected, longest, longest if is_cheap else max_length)
+    first, count, repeated = regular.repeat_loops(machine, known, longest, longest if is_cheap else max_length)
     symbols = TASKS[result.task].symbols
+    words = "random words of up to two symbols in random states" if count == regular.MAX_LOOPS else ""
+    words = words or "each word of up to two symbols in each state"
     if first is None:
         asked = f"every symbol up to {longest if is_cheap else max_length:,}"
         asked += "" if is_cheap else f" and every {regular.STRIDE} symbols up to {longest:,}"
         result.measured.append(
-            f"{count} loops (each word of up to two symbols in each state), with answers after {asked}: no difference; "
+            f"{count:,} loops ({words}), with answers after {asked}: no difference; "
             f"the state of {repeated} repeats bit for bit"
         )
     else:
         result.differs_at.append(first)
         result.measured.append(
-            f"{count} loops (each word of up to two symbols in each state): the network differs at "
+            f"{count:,} loops ({words}): the network differs at "
             f"{format_string(symbols, first)}, a string of {len(first):,} symbols"
         )
 
 
-def add_closure(result: Certificate, machine: NetworkMachine, hard: NetworkMachine | None, expected: Automaton) -> None:
+def add_closure(
+    result: Certificate, machine: NetworkMachine, hard: NetworkMachine | None, known: automata.RegularTask
+) -> None:
     """Try to prove the network equal to the automaton by enumerating all states that it reaches.
 
     If they are too many, the same is tried with one-hot actions, with slots that are rounded after each token, and with
@@ -244,11 +255,11 @@ def add_closure(result: Certificate, machine: NetworkMachine, hard: NetworkMachi
             for grid in GRIDS
         ]
     for words, subject in changes:
-        closed = regular.close_states(subject, TASKS[result.task].num_symbols)
+        closed = regular.close_states(subject, known.grammar)
         if closed is None:
             continue
         states, count = closed
-        difference = automata.find_difference(states, expected)
+        difference = automata.find_difference(states, known.automaton)
         start = f"with {words}, " if words else ""
         reached = f"{start}strings of every length reach only {count:,} states, compared bit for bit"
         reached += f" (symbol by symbol, in batches of {machine.batch_size})"
@@ -280,8 +291,9 @@ def add_gap(result: Certificate, loaded: LoadedRun, gap: float, strings: np.ndar
     exact = copy.deepcopy(loaded.model).double()
     logits = []
     for model in (loaded.model, exact):
-        machine = NetworkMachine(model, TASKS[result.task].num_symbols)
-        logits.append(machine.answer(machine.read(Cache(), strings), len(strings)).double())
+        task = TASKS[result.task]
+        machine = NetworkMachine(model, task.num_symbols, answers_every_token=task.answers_every_token)
+        logits.append(machine.answer(machine.read(ReadState(), strings), len(strings)).double())
     error = float((logits[0] - logits[1]).abs().max())
     result.measured.append(
         f"smallest gap between the two largest logits of an answer: {gap:.3g}; float32 against float64 at "

@@ -16,26 +16,37 @@ CHUNK = 64  # tokens read at once: longer chunks compute a larger part of window
 
 
 @dataclass
+class ReadState(Cache):
+    """What a network knows after some symbols."""
+
+    logits: tuple[Tensor, ...] = ()  # of the last symbol [B, 1, A], if every symbol has an answer
+
+
+@dataclass
 class NetworkMachine:
-    """A network with its caches as states. All rows of a cache have read the same number of tokens.
+    """A network with its caches as states. All rows of a state have read the same number of tokens.
 
     With `grid`, the slots are rounded to multiples of 1 / grid after each token. With `batch_size`, tokens are read one
     by one in batches of exactly this many rows, the last one padded. Matrix products of other sizes round differently,
-    so only then do equal states have equal successors, however many strings are read together.
+    so only then do equal states have equal successors, however many strings are read together. With
+    `answers_every_token`, the answer is that of the last symbol instead of the following empty tokens.
     """
 
     model: Any
     empty_token: int
     grid: int | None = None
     batch_size: int | None = None
+    answers_every_token: bool = False
 
     @torch.no_grad()
-    def read(self, cache: Cache, tokens: np.ndarray) -> Cache:
+    def read(self, cache: ReadState, tokens: np.ndarray) -> ReadState:
         """Return the state after tokens [B, T]."""
         states, ids = [], torch.from_numpy(np.ascontiguousarray(tokens))
         for rows, state in self._split(cache, len(ids)):
             for part in ids[rows].split(1 if self.grid or self.batch_size else CHUNK, 1):
-                self.model(part, state, return_hidden=True)
+                output = self.model(part, state, return_hidden=not self.answers_every_token)
+                if self.answers_every_token:
+                    state.logits = (output.logits[:, -1:],)
                 if self.grid:
                     for layer, stack in state.states.items():
                         state.states[layer] = stack._replace(slots=(stack.slots * self.grid).round() / self.grid)
@@ -43,15 +54,17 @@ class NetworkMachine:
         return states[0] if self.batch_size is None else select_rows(join_rows(states), slice(len(tokens)))
 
     @torch.no_grad()
-    def answer(self, cache: Cache, rows: int, count: int = 1) -> Tensor:
-        """Return the logits [B, count, A] of the next `count` empty tokens."""
+    def answer(self, cache: ReadState, rows: int, count: int = 1) -> Tensor:
+        """Return the logits [B, count, A] of the next `count` empty tokens, or [B, 1, A] of the last symbol."""
+        if self.answers_every_token:
+            return cache.logits[0][:rows]
         logits = []
         for part, state in self._split(cache, rows):
             tokens = torch.full((len(part), count), self.empty_token).split(1 if self.batch_size else CHUNK, 1)
             logits.append(torch.cat([self.model(token, state).logits for token in tokens], 1))
         return torch.cat(logits)[:rows]
 
-    def _split(self, cache: Cache, rows: int) -> Iterator[tuple[np.ndarray, Cache]]:
+    def _split(self, cache: ReadState, rows: int) -> Iterator[tuple[np.ndarray, ReadState]]:
         """Yield row numbers and a copy of their state, batch by batch. The last row fills the last batch."""
         if self.batch_size is None:
             yield np.arange(rows), select_rows(cache, slice(None))
@@ -61,31 +74,39 @@ class NetworkMachine:
             yield numbers, select_rows(cache, numbers)
 
 
-def select_rows(cache: Cache, rows: Any) -> Cache:
+def select_rows(cache: ReadState, rows: Any) -> ReadState:
     """Return the state of some rows, an index into the batch."""
-    chosen = tree_map(lambda x: x[rows], (cache.keys_values, cache.states))
-    return Cache(cache.length, *chosen)
+    return _build_state(cache.length, tree_map(lambda x: x[rows], _list_parts(cache)))
 
 
-def join_rows(caches: Sequence[Cache]) -> Cache:
+def join_rows(caches: Sequence[ReadState]) -> ReadState:
     """Return the state with the rows of all caches, whose tensors must have the same shapes except for the rows."""
     if len(caches) == 1:
         return caches[0]
-    joined = tree_map(lambda *parts: torch.cat(parts), *((cache.keys_values, cache.states) for cache in caches))
-    return Cache(caches[0].length, *joined)
+    return _build_state(caches[0].length, tree_map(lambda *parts: torch.cat(parts), *map(_list_parts, caches)))
 
 
-def list_shapes(cache: Cache) -> list[torch.Size]:
+def _list_parts(cache: ReadState) -> tuple[Any, ...]:
+    return cache.keys_values, cache.states, cache.logits
+
+
+def _build_state(length: Any, parts: tuple[Any, ...]) -> ReadState:
+    keys_values, states, logits = parts
+    return ReadState(length, keys_values, states, logits=logits)
+
+
+def list_shapes(cache: ReadState) -> list[torch.Size]:
     """Return the shape of each tensor of a state without its rows."""
-    return [x.shape[1:] for x in tree_flatten((cache.keys_values, cache.states))[0]]
+    return [x.shape[1:] for x in tree_flatten(_list_parts(cache))[0]]
 
 
-def hash_rows(cache: Cache) -> list[bytes]:
-    """Return the bits of each row that determine all later outputs: keys, values and slots.
+def hash_rows(cache: ReadState) -> list[bytes]:
+    """Return the bits of each row that determine this answer and all later ones: keys, values, slots and logits.
 
     Without a global read and with the discipline `stack`, the occupancy of the slots influences nothing.
     """
-    tensors = tree_flatten([cache.keys_values, [state.slots for state in cache.states.values()]])[0]
+    slots = [state.slots for state in cache.states.values()]
+    tensors = tree_flatten([cache.keys_values, slots, cache.logits])[0]
     rows = torch.cat([x.flatten(1) for x in tensors], 1) + 0.0  # -0.0 and 0.0 are one state
     return [row.tobytes() for row in rows.numpy()]
 
@@ -93,7 +114,7 @@ def hash_rows(cache: Cache) -> list[bytes]:
 def list_prefixes(may_follow: np.ndarray, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return (prefixes [B, L], numbers of the prefixes without their last symbol [B]) for L = 0 .. `length`.
 
-    The prefixes are in lexicographic order. `may_follow` is that of `StackTask`.
+    The prefixes are in lexicographic order. `may_follow` is that of `Grammar`.
     """
     levels = [(np.zeros((1, 0), np.int64), np.zeros(1, np.int64))]
     for n in range(length):
@@ -105,9 +126,9 @@ def list_prefixes(may_follow: np.ndarray, length: int) -> list[tuple[np.ndarray,
 
 def walk_prefixes(
     machine: NetworkMachine, levels: list[tuple[np.ndarray, np.ndarray]]
-) -> Iterator[tuple[int, np.ndarray, Cache]]:
+) -> Iterator[tuple[int, np.ndarray, ReadState]]:
     """Yield (L, numbers [B] of prefixes, state) until all prefixes of L = 1, 2, ... symbols were read."""
-    waiting = [(0, np.zeros(1, np.int64), Cache())]
+    waiting = [(0, np.zeros(1, np.int64), ReadState())]
     while waiting:  # depth first, so that few states are held
         length, numbers, cache = waiting.pop()
         if length:

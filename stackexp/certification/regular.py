@@ -13,9 +13,10 @@ from aalpy.learning_algs import run_Lstar
 from torch import Tensor
 from torch.nn import functional as F
 
-from stackexp.certification.automata import Automaton, build_automaton
+from stackexp.certification.automata import NO_STRING, Automaton, Grammar, RegularTask, build_automaton
 from stackexp.certification.machine import (
     NetworkMachine,
+    ReadState,
     hash_rows,
     join_rows,
     list_prefixes,
@@ -25,11 +26,13 @@ from stackexp.certification.machine import (
     walk_prefixes,
 )
 from stackexp.inspection.states import find_centers, square_distances
-from stackexp.models.transformer import Cache
 
+DEAD = -1  # the transition by a symbol that may not follow, until all states are numbered
 MAX_STATES = 8192  # of the search for exact repetition
-MAX_QUERIES = 1000  # prefixes of queries of L*; the automata of the tasks need about a hundred
+MIN_QUERIES = 1000  # limit for prefixes of queries of L*, or
+QUERIES = 20  # times the transitions of the task's automaton, if these are more; L* needs about 5
 BATCH_SIZE = 128  # rows of each batch for networks whose states are enumerated
+MAX_LOOPS = 1024  # of more, as many are drawn at random
 STRIDE = 101  # symbols between two answers of a long loop: prime, so that every symbol of a word has its turn
 PERIOD = 100  # symbols between two states of a loop that are compared: a multiple of all words' lengths
 
@@ -39,13 +42,13 @@ class Answers:
     """The network's answers to strings, with the smallest gap between its two largest logits."""
 
     strings: list[np.ndarray]  # [B, L] for each length
-    answers: list[np.ndarray]  # [B] for each length
+    answers: list[np.ndarray]  # [B] for each length; NO_STRING for prefixes that are no strings of the task
     gap: float = float("inf")
 
     @property
     def count(self) -> int:
         """The number of strings."""
-        return sum(map(len, self.answers))
+        return sum(int((answers != NO_STRING).sum()) for answers in self.answers)
 
     def compare(self, automaton: Automaton) -> tuple[int, tuple[int, ...] | None]:
         """Return on how many strings the automaton differs, and the first one; the empty string does not count."""
@@ -60,30 +63,40 @@ class Answers:
         return differing, first
 
 
-def ask(machine: NetworkMachine, cache: Cache, rows: int) -> tuple[np.ndarray, float]:
-    """Return the answers [B] to the strings read so far, and the smallest gap."""
-    logits = machine.answer(cache, rows)[:, 0]
-    return logits.argmax(-1).numpy(), float(measure_gaps(logits).min())
+def ask(machine: NetworkMachine, cache: ReadState, is_string: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return the answers [B] to the prefixes read so far, and the smallest gap. `is_string` [B]: which are strings."""
+    if not is_string.any():
+        return np.full(len(is_string), NO_STRING), float("inf")
+    logits = machine.answer(cache, len(is_string))[:, 0]
+    answers = np.where(is_string, logits.argmax(-1).numpy(), NO_STRING)
+    return answers, float(measure_gaps(logits)[is_string].min())
 
 
-def tabulate(machine: NetworkMachine, length: int, num_symbols: int) -> Answers:
+def tabulate(machine: NetworkMachine, length: int, grammar: Grammar) -> Answers:
     """Return the answers to all strings of 1 .. `length` symbols, each length in lexicographic order."""
-    levels = list_prefixes(np.ones((num_symbols + 1, num_symbols), bool), length)
-    table = Answers([strings for strings, _ in levels], [np.full(len(strings), -1) for strings, _ in levels])
+    levels = list_prefixes(grammar.may_follow, length)
+    table = Answers([strings for strings, _ in levels], [np.full(len(strings), NO_STRING) for strings, _ in levels])
     for depth, prefixes, cache in walk_prefixes(machine, levels):
-        table.answers[depth][prefixes], gap = ask(machine, cache, len(prefixes))
+        is_string = grammar.is_last[table.strings[depth][prefixes, -1]]
+        table.answers[depth][prefixes], gap = ask(machine, cache, is_string)
         table.gap = min(table.gap, gap)
     return table
 
 
 def sample(
-    machine: NetworkMachine, streams: np.ndarray, lengths: Sequence[int]
+    machine: NetworkMachine, streams: np.ndarray, lengths: Sequence[int], grammar: Grammar
 ) -> tuple[Answers, list[dict[int, Any]]]:
-    """Return the answers to prefixes of random strings [B, L] at some lengths, and the slots [B, H, S, D] there."""
-    found, contents, cache, read = Answers([], []), [], Cache(), 0
-    for length in lengths:
+    """Return the answers to prefixes of random strings [B, L] at some lengths, and the slots [B, H, S, D] there.
+
+    A length at which no prefix is a string is reduced by 1.
+    """
+    found, contents, cache, read = Answers([], []), [], ReadState(), 0
+    for wanted in lengths:
+        length = wanted - (not grammar.is_last[streams[:, wanted - 1]].any())
+        if length <= read:
+            continue
         cache, read = machine.read(cache, streams[:, read:length]), length
-        answers, gap = ask(machine, cache, len(streams))
+        answers, gap = ask(machine, cache, grammar.is_last[streams[:, length - 1]])
         found.strings.append(streams[:, :length])
         found.answers.append(answers)
         found.gap = min(found.gap, gap)
@@ -92,7 +105,7 @@ def sample(
 
 
 def repeat_loops(
-    machine: NetworkMachine, automaton: Automaton, length: int, dense_length: int
+    machine: NetworkMachine, task: RegularTask, length: int, dense_length: int
 ) -> tuple[tuple[int, ...] | None, int, int]:
     """Repeat every word of one or two symbols after a shortest string to each state of the automaton.
 
@@ -105,22 +118,22 @@ def repeat_loops(
         The number of loops in which the states of network and automaton repeat bit for bit after PERIOD symbols, so
         that all later answers are known; 0 without `machine.batch_size`.
     """
-    strings = list_loops(automaton, length)
-    states, cache, repeated, count = automaton.run(strings), Cache(), 0, len(strings)
-    expected, previous = automaton.outputs[states], [(b"", -1)] * count
+    strings = list_loops(task, length)
+    states, cache, repeated, count = task.automaton.run(strings), ReadState(), 0, len(strings)
+    expected, previous = task.automaton.outputs[states], [(b"", -1)] * count
     end, size = 0, max(1, (machine.batch_size or 0) // count)  # symbols whose answers are asked in one batch
     while end < length and repeated < count:
         start, end = end, min(end + size, dense_length) if end < dense_length else min(end + STRIDE, length)
         if end > dense_length:
             before, cache = cache, machine.read(cache, strings[:, start:end])
-            if (ask(machine, cache, count)[0] == expected[:, end - 1]).all():
+            if (_ask_strings(machine, cache, expected[:, end - 1]) == expected[:, end - 1]).all():
                 continue
             cache = before
         after = []
         for i in range(start, end):
             cache = machine.read(cache, strings[:, i : i + 1])
             after.append(cache)
-        wrong = ask_each(machine, after, count) != expected[:, start:end].T
+        wrong = ask_each(machine, after, expected[:, start:end].T) != expected[:, start:end].T
         if wrong.any():
             i, row = np.argwhere(wrong)[0]  # the first symbol
             return tuple(map(int, strings[row, : start + i + 1])), count, repeated
@@ -132,9 +145,12 @@ def repeat_loops(
     return None, count, repeated
 
 
-def list_loops(automaton: Automaton, length: int) -> np.ndarray:
-    """Return every word of one or two symbols repeated after a shortest string to each state: [loops, length]."""
-    num_symbols = automaton.transitions.shape[1]
+def list_loops(task: RegularTask, length: int) -> np.ndarray:
+    """Return every word of one or two symbols repeated after a shortest string to each state: [loops, length].
+
+    Of more than MAX_LOOPS, as many are drawn at random. Words that the grammar does not allow are left out.
+    """
+    automaton, num_symbols = task.automaton, len(task.grammar.is_last)
     words: list[tuple[int, ...]] = [(symbol,) * 2 for symbol in range(num_symbols)]
     words += [word for word in product(range(num_symbols), repeat=2) if word[0] != word[1]]
     access: dict[int, tuple[int, ...]] = {0: ()}
@@ -143,43 +159,63 @@ def list_loops(automaton: Automaton, length: int) -> np.ndarray:
             if (target := int(automaton.transitions[state, symbol])) not in access:
                 access[target] = (*access[state], symbol)
                 reached.append(target)
-    return np.array([[*access[state], *word * length][:length] for state in reached for word in words])
+    shown = min(length, max(map(len, access.values())) + 4)  # the grammar allows what follows if it allows this
+    starts = [(access[state], word) for state in reached for word in words]
+    allowed = task.grammar.are_prefixes(np.array([[*start, *word * shown][:shown] for start, word in starts]))
+    kept = np.flatnonzero(allowed)
+    if len(kept) > MAX_LOOPS:
+        kept = np.sort(np.random.default_rng(0).choice(kept, MAX_LOOPS, replace=False))
+    return np.array([[*starts[i][0], *starts[i][1] * length][:length] for i in kept])
 
 
-def ask_each(machine: NetworkMachine, caches: list[Cache], rows: int) -> np.ndarray:
-    """Return the answers [N, B] in each of N states, asked together if `machine.batch_size` and the shapes allow it."""
+def ask_each(machine: NetworkMachine, caches: list[ReadState], expected: np.ndarray) -> np.ndarray:
+    """Return the answers [N, B] in each of N states, asked together if `machine.batch_size` and the shapes allow it.
+
+    `expected` [N, B] are those of the automaton, which has NO_STRING for prefixes that are no strings.
+    """
     if machine.batch_size and all(list_shapes(cache) == list_shapes(caches[0]) for cache in caches):
-        return ask(machine, join_rows(caches), rows * len(caches))[0].reshape(len(caches), rows)
-    return np.stack([ask(machine, cache, rows)[0] for cache in caches])
+        return _ask_strings(machine, join_rows(caches), expected.ravel()).reshape(expected.shape)
+    return np.stack([_ask_strings(machine, *pair) for pair in zip(caches, expected, strict=True)])
+
+
+def _ask_strings(machine: NetworkMachine, cache: ReadState, expected: np.ndarray) -> np.ndarray:
+    return ask(machine, cache, expected != NO_STRING)[0]
 
 
 class _QueryLimitError(Exception):
-    """Raised when L* asks more than MAX_QUERIES strings, so that there is no small automaton."""
+    """Raised when L* asks too many strings, so that there is no small automaton."""
 
 
 class _Network(SUL):
     """The network as aalpy's system under learning: the outputs are its answers after each symbol.
 
     The empty string is no input of a task. Its output is that of the task's automaton, so that both have one form.
+    Words that are no strings of the task have the output NO_STRING.
     """
 
-    def __init__(self, machine: NetworkMachine, empty_answer: int) -> None:
+    def __init__(self, machine: NetworkMachine, task: RegularTask, max_queries: int) -> None:
         super().__init__()
-        self.machine = machine
-        self.known: dict[tuple[int, ...], tuple[Cache, int]] = {(): (Cache(), empty_answer)}
+        self.machine, self.grammar, self.max_queries = machine, task.grammar, max_queries
+        empty_answer = int(task.automaton.outputs[0])
+        self.known: dict[tuple[int, ...], tuple[ReadState | None, int]] = {(): (ReadState(), empty_answer)}
 
     def pre(self) -> None:
         self.word: tuple[int, ...] = ()
 
     def post(self) -> None:
-        if len(self.known) > MAX_QUERIES:
+        if len(self.known) > self.max_queries:
             raise _QueryLimitError
 
     def step(self, letter: int | None) -> int:
         before, self.word = self.word, self.word if letter is None else (*self.word, letter)
         if self.word not in self.known:
-            cache = self.machine.read(self.known[before][0], np.array([[letter]]))
-            self.known[self.word] = cache, int(ask(self.machine, cache, 1)[0][0])
+            cache, answer = self.known[before][0], NO_STRING
+            if cache is not None and self.grammar.may_follow[before[-1] if before else -1, letter]:
+                cache = self.machine.read(cache, np.array([[letter]]))
+                answer = int(ask(self.machine, cache, self.grammar.is_last[[letter]])[0][0])
+            else:
+                cache = None
+            self.known[self.word] = cache, answer
         return self.known[self.word][1]
 
 
@@ -202,54 +238,67 @@ def convert(hypothesis: Any, num_symbols: int) -> Automaton:
     )
 
 
-def learn(machine: NetworkMachine, tables: list[Answers], num_symbols: int, empty_answer: int) -> Automaton | None:
+def limit_queries(task: RegularTask) -> int:
+    """Return how many prefixes L* may ask."""
+    return max(MIN_QUERIES, QUERIES * task.automaton.transitions.size)
+
+
+def learn(machine: NetworkMachine, tables: list[Answers], task: RegularTask) -> Automaton | None:
     """Learn the network's automaton by L*: the smallest one that agrees with all tables; None if there is no small one.
 
     Each counterexample of the tables adds at least one state (Angluin 1987; Rivest & Schapire 1993).
     """
-    sul, symbols = _Network(machine, empty_answer), list(range(num_symbols))
+    sul, symbols = _Network(machine, task, limit_queries(task)), list(range(len(task.grammar.is_last)))
     try:
         found = run_Lstar(symbols, sul, _Tables(symbols, sul, tables), automaton_type="moore", print_level=0)
     except _QueryLimitError:
         return None
-    return convert(found, num_symbols)
+    return convert(found, len(symbols))
 
 
-def close_states(machine: NetworkMachine, num_symbols: int) -> tuple[Automaton, int] | None:
+def close_states(machine: NetworkMachine, grammar: Grammar) -> tuple[Automaton, int] | None:
     """Return the automaton of all states that the network reaches, and their number; None if they are too many.
+
+    Symbols that may not follow lead to one more state, without an answer. It is not counted.
 
     States are equal if their bits are. If the search ends, it is a proof by enumeration: every string of any length
     leads to one of these states, if it is read symbol by symbol, in any row of a batch of `machine.batch_size` rows. A
     product may depend on this row, so each transition and answer is computed in all rows, and must be the same.
     """
     assert machine.batch_size is not None
-    numbers: dict[bytes, int] = {b"": 0}
-    transitions, answers = [], [-1]
-    levels: list[tuple[Cache, np.ndarray | None, list]] = []
-    frontier, ids = Cache(), np.zeros(1, np.int64)
-    while len(ids):
-        before = select_rows(frontier, np.repeat(np.arange(len(ids)), num_symbols))
-        tokens = np.tile(np.arange(num_symbols), len(ids))[:, None]
+    rows_of = np.unique(np.column_stack([grammar.may_follow[:-1], grammar.is_last]), axis=0, return_inverse=True)[1]
+    kinds = rows_of.ravel().tolist()  # symbols of one kind may be followed by the same
+    numbers: dict[tuple[int, bytes], int] = {(-1, b""): 0}
+    transitions, answers = [], [NO_STRING]
+    levels: list[tuple[ReadState, np.ndarray | None, list]] = []
+    frontier, last = ReadState(), np.array([-1])
+    while len(last):
+        parents, symbols = np.nonzero(grammar.may_follow[last])
+        before, tokens = select_rows(frontier, parents), symbols[:, None]
         after = machine.read(before, tokens)
-        keys = hash_rows(after)
-        levels.append((before, tokens, keys))
+        bits = hash_rows(after)
+        levels.append((before, tokens, bits))
+        keys = [(kinds[symbol], of_row) for symbol, of_row in zip(symbols, bits, strict=True)]
         new = [i for i, key in enumerate(keys) if numbers.setdefault(key, len(numbers)) >= len(answers)]
         first = {numbers[keys[i]]: i for i in reversed(new)}
-        rows = [first[number] for number in sorted(first)]
-        transitions += [numbers[key] for key in keys]
+        table = np.full((len(last), len(kinds)), DEAD)
+        table[parents, symbols] = [numbers[key] for key in keys]
+        transitions.append(table)
         if len(numbers) > MAX_STATES:
             return None
-        ids, frontier = np.array(sorted(first), dtype=np.int64), select_rows(after, rows)
-        if rows:
-            answers += list(ask(machine, frontier, len(rows))[0])
-            levels.append((frontier, None, answers[-len(rows) :]))
+        rows = [first[number] for number in sorted(first)]
+        last, frontier = symbols[rows], select_rows(after, rows)
+        is_string = grammar.is_last[last]
+        answers += list(ask(machine, frontier, is_string)[0])
+        if is_string.any():
+            levels.append((select_rows(frontier, is_string), None, list(np.array(answers[-len(rows) :])[is_string])))
     if not all(_is_equal_in_all_rows(machine, *level) for level in levels):
         return None
-    table = np.array(transitions).reshape(-1, num_symbols)
-    return Automaton(table, np.array(answers)), len(numbers)
+    table = np.concatenate([*transitions, np.full((1, len(kinds)), DEAD)])
+    return Automaton(np.where(table == DEAD, len(numbers), table), np.array([*answers, NO_STRING])), len(numbers)
 
 
-def _is_equal_in_all_rows(machine: NetworkMachine, cache: Cache, tokens: np.ndarray | None, expected: list) -> bool:
+def _is_equal_in_all_rows(machine: NetworkMachine, cache: ReadState, tokens: np.ndarray | None, expected: list) -> bool:
     """Return True if the hashed states after tokens [B, 1], or without tokens the answers, are equal in all rows."""
     assert machine.batch_size is not None
     for start in range(0, len(expected), machine.batch_size):
@@ -258,7 +307,7 @@ def _is_equal_in_all_rows(machine: NetworkMachine, cache: Cache, tokens: np.ndar
             rows = np.resize(np.roll(part, shift), machine.batch_size)  # each one is once in each row
             before = select_rows(cache, rows)
             if tokens is None:
-                found = list(ask(machine, before, len(rows))[0])
+                found = list(ask(machine, before, np.ones(len(rows), bool))[0])
             else:
                 found = hash_rows(machine.read(before, tokens[rows]))
             if found != [expected[row] for row in rows]:

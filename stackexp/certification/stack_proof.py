@@ -76,7 +76,7 @@ def prove(network: Any, task: StackTask, num_empty: Callable[[int], int]) -> Sta
     sorted_probabilities, order = probabilities.sort(-1, descending=True)
     is_clear = (sorted_probabilities[..., 0].log() - sorted_probabilities[..., 1].log() > MIN_GAP).numpy()  # [C, H]
     leaks = sorted_probabilities[..., 1:].sum(-1).numpy()
-    proofs, empty = [], len(task.is_last)
+    proofs, empty = [], len(task.grammar.is_last)
     is_empty = np.array([token == empty for _, token in contexts])
     for is_late in (False, True) if task.pushdown.empty_answer == NO_STRING else (False,):
         actions = np.array([_choose_action(task.pushdown, context, is_late) for context in contexts])
@@ -95,10 +95,10 @@ def prove(network: Any, task: StackTask, num_empty: Callable[[int], int]) -> Sta
 
 def list_contexts(task: StackTask) -> list[tuple[int, int]]:
     """Return the pairs (token before, token) that occur in strings and their answers; see `StackTask`."""
-    empty = len(task.is_last)
-    contexts = [(START, symbol) for symbol in np.flatnonzero(task.may_follow[-1]).tolist()]
-    contexts += [(first, second) for first, second in np.argwhere(task.may_follow[:-1]).tolist()]
-    may_end = task.is_last | task.may_follow[-1]  # a string of one symbol is always complete
+    empty = len(task.grammar.is_last)
+    contexts = [(START, symbol) for symbol in np.flatnonzero(task.grammar.may_follow[-1]).tolist()]
+    contexts += [(first, second) for first, second in np.argwhere(task.grammar.may_follow[:-1]).tolist()]
+    may_end = task.grammar.is_last | task.grammar.may_follow[-1]  # a string of one symbol is always complete
     return [*contexts, *((symbol, empty) for symbol in np.flatnonzero(may_end).tolist()), (empty, empty)]
 
 

@@ -8,12 +8,12 @@ import numpy as np
 from stackexp.certification.automata import NO_STRING, StackTask
 from stackexp.certification.machine import (
     NetworkMachine,
+    ReadState,
     list_prefixes,
     measure_gaps,
     select_rows,
     walk_prefixes,
 )
-from stackexp.models.transformer import Cache
 
 
 @dataclass
@@ -25,7 +25,7 @@ class AnswerComparison:
     first: tuple[int, ...] | None = None  # a shortest string that differs
     gap: float = float("inf")  # the smallest difference between the two largest logits of a counted answer
 
-    def add(self, machine: NetworkMachine, cache: Cache, strings: np.ndarray, expected: np.ndarray) -> None:
+    def add(self, machine: NetworkMachine, cache: ReadState, strings: np.ndarray, expected: np.ndarray) -> None:
         """Compare the answers to strings [B, L] in state `cache` with the expected ones [B, O]."""
         counted = expected != NO_STRING
         columns = int(counted.any(0).sum())
@@ -40,7 +40,7 @@ class AnswerComparison:
 
 def compare_all(machine: NetworkMachine, task: StackTask, num_empty: Any, length: int) -> AnswerComparison:
     """Compare all strings of 1 .. `length` symbols; `num_empty` is the answer's length by string length."""
-    found, levels = AnswerComparison(), list_prefixes(task.may_follow, length)
+    found, levels = AnswerComparison(), list_prefixes(task.grammar.may_follow, length)
     for depth, numbers, cache in walk_prefixes(machine, levels):
         prefixes = levels[depth][0][numbers]
         rows = np.flatnonzero(task.are_strings(prefixes))
@@ -56,6 +56,6 @@ def compare_random(
     """Compare random strings, a batch [B, L] for each length."""
     found = AnswerComparison()
     for strings in streams:
-        cache = machine.read(Cache(), strings)
+        cache = machine.read(ReadState(), strings)
         found.add(machine, cache, strings, task.pushdown.run(strings, num_empty(strings.shape[1])))
     return found

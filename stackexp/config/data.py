@@ -275,7 +275,7 @@ class FormalLanguageConfig:
     longest_fraction: float = option(0.0, min=0, max=1)
     """Share of the batches whose strings all have the longest length."""
     loop_fraction: float = option(0.0, min=0, max=1)
-    """Share of the strings that end with a repeated word of one to three symbols."""
+    """Share of the strings that end with a repeated word of one to three symbols (modular_arithmetic: pairs)."""
     label_smoothing: float = option(0.0, min=0, below=1)
     """Probability mass that training targets spread evenly over all symbols."""
 
@@ -302,7 +302,7 @@ class FormalLanguageConfig:
                 yield name, f"data.task {self.task} has {size}, found {getattr(self, name)}; remove this option"
         if self.loop_fraction and not task.solve:
             able = ", ".join(name for name, other in TASKS.items() if other.solve)
-            yield "loop_fraction", f"requires a task in which every string is valid: {able}"
+            yield "loop_fraction", f"requires a task in which words can be repeated: {able}"
         least = task.min_length
         for name in ["curriculum_start", "max_length"] if self.curriculum_steps else ["max_length"]:
             if (length := getattr(self, name)) < least:

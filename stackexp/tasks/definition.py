@@ -26,7 +26,7 @@ class TaskBatch(NamedTuple):
 
 
 MAX_LOOP = 3
-"""Most symbols of a repeated word."""
+"""Most symbols of a repeated word, times `Task.loop_step`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ class Task:
     rivals: Sequence[int] | None = None  # output ids that accuracy compares (see Transduction); None compares all
     # From a length and the longest training length to the lowest possible loss, in nats per answer symbol
     entropy: Callable[[int, int], float] | None = None
-    solve: Callable[[np.ndarray], np.ndarray] | None = None  # from any strings [B, L] to answers; None: not all valid
+    # From strings [B, L] to answers, also of strings with loops; None: a string with a loop may be invalid
+    solve: Callable[[np.ndarray], np.ndarray] | None = None
+    loop_step: int = 1  # the length of a word that may be repeated in any string is a multiple of this
 
     @property
     def num_symbols(self) -> int:
@@ -78,8 +80,9 @@ class Task:
     def sample(self, rng: np.random.Generator, batch_size: int, length: int, loop_fraction: float = 0.0) -> TaskBatch:
         """Draw a batch. The generator state alone determines the strings.
 
-        With `loop_fraction`, this share of the strings ends with a repeated word of one to three symbols; requires
-        `solve`. Raises ConfigError if `length` is below `min_length`, or the generator breaks its contract.
+        With `loop_fraction`, this share of the strings ends with a repeated word of one to three symbols, times
+        `loop_step`; requires `solve`. Raises ConfigError if `length` is below `min_length`, or the generator breaks
+        its contract.
         """
         import numpy as np
 
@@ -93,7 +96,7 @@ class Task:
                 raise ConfigError(
                     f"task {self.name}: has a mask of its own, which data.loop_fraction would change; omit it"
                 )
-            inputs = _repeat_words(rng, inputs, loop_fraction)
+            inputs = _repeat_words(rng, inputs, loop_fraction, self.loop_step)
             targets = self.solve(inputs)
         self._check(inputs, targets, batch_size, length)
         mask = targets != NO_TARGET
@@ -131,13 +134,13 @@ class Task:
             raise ConfigError(f"{where} a string without an answer; each needs one that is not {NO_TARGET}")
 
 
-def _repeat_words(rng: np.random.Generator, strings: np.ndarray, fraction: float) -> np.ndarray:
-    """Make a share of the strings [B, L] repeat, from a random position on, the one to three symbols there."""
+def _repeat_words(rng: np.random.Generator, strings: np.ndarray, fraction: float, step: int) -> np.ndarray:
+    """Make a share of the strings [B, L] repeat, from a random position on, the one to three times `step` symbols."""
     import numpy as np
 
     batch_size, length = strings.shape
     start = np.where(rng.random(batch_size) < fraction, rng.integers(0, length, batch_size), length)[:, None]
-    period, position = rng.integers(1, MAX_LOOP + 1, (batch_size, 1)), np.arange(length)
+    period, position = step * rng.integers(1, MAX_LOOP + 1, (batch_size, 1)), np.arange(length)
     source = np.where(position < start, position, start + (position - start) % period)
     return np.take_along_axis(strings, np.minimum(source, length - 1), 1)
 

@@ -76,17 +76,20 @@ def register_word_problem(group: str) -> None:
     """Register the word problem of a group; the symbols are named by the images, such as 0-2-1 for a transposition."""
     names = ["-".join(map(str, element)) for element in GROUPS[group]]
 
-    @task("state tracking", name=f"word_problem_{group}", symbols=names, answer_symbols=names, answers_every_token=True)
-    def generate(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
+    def multiply(strings: np.ndarray) -> np.ndarray:
         import numpy as np
 
-        table = build_table(group)
-        strings = rng.integers(0, len(table), (batch_size, length))
-        products = np.empty_like(strings)
-        state = np.zeros(batch_size, np.int64)
+        table, products, state = build_table(group), np.empty_like(strings), np.zeros(len(strings), np.int64)
         for i, element in enumerate(strings.T):
             state = products[:, i] = table[state, element]
-        return strings, products
+        return products
+
+    options = {"symbols": names, "answer_symbols": names, "answers_every_token": True, "solve": multiply}
+
+    @task("state tracking", name=f"word_problem_{group}", **options)
+    def generate(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
+        strings = rng.integers(0, len(names), (batch_size, length))
+        return strings, multiply(strings)
 
 
 for _group in GROUPS:

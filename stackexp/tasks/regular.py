@@ -50,8 +50,21 @@ def cycle_navigation(rng: np.random.Generator, batch_size: int, length: int) -> 
     return strings, add_moves(strings)
 
 
+def evaluate(strings: np.ndarray) -> np.ndarray:
+    """Return the value mod 5 of digits joined by operators, strings [B, L] with odd L, as answers [B, 1]."""
+    import numpy as np
+
+    digits, operators = strings[:, ::2], strings[:, 1::2] - MODULUS
+    is_product, sign = (operators == 2).T, np.where(operators == 1, -1, 1).T  # [operators, B]
+    total, term = np.zeros(len(strings), np.int64), digits[:, 0]
+    for i, digit in enumerate(digits[:, 1:].T):
+        total = np.where(is_product[i], total, total + term)
+        term = np.where(is_product[i], term, sign[i]) * digit % MODULUS
+    return (total + term)[:, None] % MODULUS
+
+
 # The ninth symbol belongs to the alphabet of Deletang et al. but occurs in no string.
-@task("regular", symbols="01234+-*_", answer_symbols="01234")
+@task("regular", symbols="01234+-*_", answer_symbols="01234", solve=evaluate, loop_step=2)
 def modular_arithmetic(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return the value mod 5 of digits joined by + - *, where * takes precedence. Even lengths lose one symbol."""
     import numpy as np
@@ -61,9 +74,4 @@ def modular_arithmetic(rng: np.random.Generator, batch_size: int, length: int) -
     operators = rng.integers(0, 3, (batch_size, digits.shape[1] - 1))
     strings = np.empty((batch_size, string_length), np.int64)
     strings[:, ::2], strings[:, 1::2] = digits, MODULUS + operators
-    is_product, sign = (operators == 2).T, np.where(operators == 1, -1, 1).T  # [operators, B]
-    total, term = np.zeros(batch_size, np.int64), digits[:, 0]
-    for i, digit in enumerate(digits[:, 1:].T):
-        total = np.where(is_product[i], total, total + term)
-        term = np.where(is_product[i], term, sign[i]) * digit % MODULUS
-    return strings, (total + term)[:, None] % MODULUS
+    return strings, evaluate(strings)
