@@ -21,6 +21,7 @@ from stackexp.tables import format_table
 
 OTHER_NAMES = {"slot_size": "model.memory.head_dim", "lambda": "model.memory.entropy_weight"}
 """Names that people look for, and the keys that they mean."""
+MAX_NAMES = 20  # of more, the page has the first four
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,17 @@ def format_reference() -> str:
     ]
     for (section, kind), keys in groups.items():
         title = f"{section or 'top level'}{f': {kind}' if kind else ''}"
-        rows = [(f"`{k.name}`", k.type, f"`{k.default}`", k.description) for k in keys]
+        rows = [(f"`{k.name}`", _shorten(k), f"`{k.default}`", k.description) for k in keys]
         table = format_table(rows, header=("key", "type", "default", "description"), style="markdown")
         parts.append(f"## {title}\n\n{table}")
     return "\n\n".join(parts) + "\n"
+
+
+def _shorten(key: Key) -> str:
+    names = key.type.split(", ")
+    if len(names) <= MAX_NAMES:
+        return key.type
+    return f"{', '.join(names[:4])} and {len(names) - 4} others: `configs explain {key.name}` prints them"
 
 
 def _iterate(cls: type, prefix: str, kind: str) -> Iterator[Key]:
