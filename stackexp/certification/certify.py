@@ -37,7 +37,7 @@ MAX_STRINGS = 10_000_000  # `--exhaustive` gives at most this many strings of fu
 MAX_SYMBOLS = 16  # the same for expressions with brackets, in symbols
 PREFIXES = 20  # strings that one random stream gives
 HARDNESS = 1e4  # factor on the action logits: gaps above 0.002 give a probability of 1 in float32
-GRIDS = (1024, 128, 32)  # inverse steps that slots are rounded to
+GRIDS = (1024, 128, 32, 8, 1)  # inverse steps that slots are rounded to
 SEED = 44
 WITHOUT_ACTIONS = "hard actions were not tried: with discipline: push_only, every token pushes"
 
@@ -251,7 +251,7 @@ def add_closure(
     for words, subject in list(changes):
         start = f"{words} and " if words else ""
         changes += [
-            (f"{start}slots rounded to multiples of 1/{grid}", dataclasses.replace(subject, grid=grid))
+            (f"{start}slots rounded to {_name_grid(grid)}", dataclasses.replace(subject, grid=grid))
             for grid in GRIDS
         ]
     for words, subject in changes:
@@ -276,6 +276,10 @@ def add_closure(
         f"no proof for all lengths: the network has more than {regular.MAX_STATES:,} states, or its bits depend on the "
         "row of the batch, as trained and with each change"
     )
+
+
+def _name_grid(grid: int) -> str:
+    return "whole numbers" if grid == 1 else f"multiples of 1/{grid}"
 
 
 def harden(loaded: LoadedRun, machine: NetworkMachine) -> NetworkMachine | None:
