@@ -251,8 +251,7 @@ def add_closure(
     for words, subject in list(changes):
         start = f"{words} and " if words else ""
         changes += [
-            (f"{start}slots rounded to {_name_grid(grid)}", dataclasses.replace(subject, grid=grid))
-            for grid in GRIDS
+            (f"{start}slots rounded to {_name_grid(grid)}", dataclasses.replace(subject, grid=grid)) for grid in GRIDS
         ]
     for words, subject in changes:
         closed = regular.close_states(subject, known.grammar)

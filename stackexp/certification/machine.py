@@ -17,7 +17,7 @@ CHUNK = 64  # tokens read at once: longer chunks compute a larger part of window
 
 @dataclass
 class ReadState(Cache):
-    """What a network knows after some symbols."""
+    """The state of a network after some symbols."""
 
     logits: tuple[Tensor, ...] = ()  # of the last symbol [B, 1, A], if every symbol has an answer
 

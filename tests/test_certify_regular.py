@@ -1,0 +1,83 @@
+"""The methods of `certify` for regular tasks: automata, grammars, tables, L*, loops and the closure of states."""
+
+import itertools
+
+import numpy as np
+import pytest
+from known_networks import Exact, Forgetful
+
+from stackexp.certification import regular
+from stackexp.certification.automata import NO_STRING, REGULAR, Automaton, find_difference
+from stackexp.tasks import TASKS
+
+
+@pytest.mark.parametrize("task", REGULAR)
+def test_automata_of_regular_tasks_have_the_labels(task):
+    known, rng = REGULAR[task](), np.random.default_rng(0)
+    automaton = known.automaton
+    for length in (*range(1, 13), 200):
+        batch = TASKS[task].sample(rng, 100, length)
+        states = automaton.run(batch.inputs)
+        if not TASKS[task].answers_every_token:
+            states = states[:, -1:]
+        assert (automaton.outputs[states] == batch.targets).all()
+        assert known.grammar.are_prefixes(batch.inputs).all()
+        assert known.grammar.is_last[batch.inputs[:, -1]].all()
+    num_states = {"parity_check": 2, "modular_arithmetic": 51, "word_problem_s3": 6, "word_problem_s5": 120}
+    assert automaton.num_states == num_states.get(task, 60 if task.startswith("word_problem") else 5)
+
+
+def test_strings_that_a_grammar_forbids_have_no_output():
+    known, rng = REGULAR["modular_arithmetic"](), np.random.default_rng(0)
+    strings = rng.integers(0, 9, (5000, 3))
+    is_string = known.grammar.are_prefixes(strings) & known.grammar.is_last[strings[:, -1]]
+    assert set(map(tuple, strings[is_string])) <= {(a, o, b) for a in range(5) for o in (5, 6, 7) for b in range(5)}
+    assert is_string.sum() == pytest.approx(5000 * 75 / 729, abs=100)
+    assert ((known.automaton.outputs[known.automaton.run(strings)[:, -1]] != NO_STRING) == is_string).all()
+    drawn = known.grammar.draw(rng, 2000, 4)
+    assert known.grammar.are_prefixes(drawn).all()
+    assert np.bincount(drawn[:, 2], minlength=9)[:5] / 2000 == pytest.approx(1 / 5, abs=0.05)
+
+
+def test_automata_are_compared_as_by_brute_force():
+    rng = np.random.default_rng(1)
+    strings = [s for n in range(1, 9) for s in itertools.product(range(2), repeat=n)]
+    differing = 0
+    for states in [3] * 30 + [8] * 60:
+        first, second = (
+            Automaton(rng.integers(0, states, (states, 2)), np.arange(states) // (states - 1)) for _ in "ab"
+        )
+        outputs = [[a.outputs[a.run(np.array([s]))[0, -1]] for s in strings] for a in (first, second)]
+        expected = next((s for s, a, b in zip(strings, *outputs, strict=True) if a != b), None)
+        found = find_difference(first, second)
+        assert (found and len(found)) == (expected and len(expected))
+        differing += found is not None
+    assert 20 < differing < 90
+
+
+@pytest.mark.parametrize("name", ["even_pairs", "modular_arithmetic", "word_problem_s3"])
+def test_each_method_accepts_the_automaton_and_rejects_a_wrong_state(name):
+    known, rng = REGULAR[name](), np.random.default_rng(0)
+    automaton, grammar = known.automaton, known.grammar
+    wrong = int(np.flatnonzero(automaton.outputs != NO_STRING)[-1])  # the state that is reached last
+    streams = grammar.draw(rng, 40, 60)
+    for machine, is_right in ((Exact(automaton), True), (Exact(automaton, wrong), False)):
+        table = regular.tabulate(machine, 5, grammar)
+        drawn, _ = regular.sample(machine, streams, [7, 30, 31, 32], grammar)
+        assert table.count == {"even_pairs": 62, "modular_arithmetic": 5 + 75 + 1125, "word_problem_s3": 9330}[name]
+        assert drawn.count == (120 if name == "modular_arithmetic" else 160), "32 symbols are 31 again"
+        learned = regular.learn(machine, [table, drawn], known)
+        closed, count = regular.close_states(machine, grammar)
+        assert count in (automaton.num_states, automaton.num_states + 1)
+        found = [find_difference(learned, automaton), find_difference(closed, automaton)]
+        found += [table.compare(automaton)[1], drawn.compare(automaton)[1]]
+        found += [regular.repeat_loops(machine, known, 300, 300)[0]]
+        for string in found:
+            assert is_right == (string is None)
+            assert is_right or automaton.run(np.array([string]))[0, -1] == wrong
+
+
+@pytest.mark.parametrize("dense_length", [500, 61, 60, 20])
+def test_a_wrong_answer_in_one_phase_of_a_loop_is_found(dense_length):
+    found, loops, _ = regular.repeat_loops(Forgetful(), REGULAR["parity_check"](), 500, dense_length)
+    assert (found, loops) == ((1,) * 61, 8)
