@@ -9,7 +9,7 @@ from stackexp.certification.automata import ACTION_LABELS, NO_STRING, Automaton,
 from stackexp.reports.report import PALETTE, new_figure
 from stackexp.tasks import TASKS
 
-MAX_STATES = 20  # of more, arrows and labels cover each other
+MAX_ARROWS = 24  # of more, labels cover each other
 RADIUS = 0.24  # of a state
 BEND = 0.18  # sideways shift of the middle of an arrow, relative to its length
 LABEL = {"ha": "center", "va": "center", "fontsize": 8, "color": PALETTE[1]}
