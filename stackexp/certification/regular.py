@@ -266,8 +266,8 @@ def close_states(machine: NetworkMachine, grammar: Grammar) -> tuple[Automaton, 
     product may depend on this row, so each transition and answer is computed in all rows, and must be the same.
     """
     assert machine.batch_size is not None
-    rows_of = np.unique(np.column_stack([grammar.may_follow[:-1], grammar.is_last]), axis=0, return_inverse=True)[1]
-    kinds = rows_of.ravel().tolist()  # symbols of one kind may be followed by the same
+    rules = np.column_stack([grammar.may_follow[:-1], grammar.is_last])
+    kinds = np.unique(rules, axis=0, return_inverse=True)[1].ravel().tolist()  # symbols of one kind have equal rules
     numbers: dict[tuple[int, bytes], int] = {(-1, b""): 0}
     transitions, answers = [], [NO_STRING]
     levels: list[tuple[ReadState, np.ndarray | None, list]] = []
