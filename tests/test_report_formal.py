@@ -84,7 +84,7 @@ def test_committed_runs_are_all_in_the_tables():
     cells = read_row(text, "parity_check")
     assert (cells["StackTrans"], cells["DeltaNet [-1, 1]"]) == ("**1.00** / 1.00 (5/5)", "0.70 / 0.70 (0/1)")
     assert cells["stratified stack"] == ABSENT
-    assert read_row(text, "word_problem_s3")["StackTrans time + feedback"] == "0.45 / 0.45 (0/1)"
+    assert read_row(text, "word_problem_s3")["StackTrans time + feedback"] == "1.00 / 1.00 (5/5)"
     assert "`formal/delta_net model.allow_negative_eigenvalues=false`" in text
     assert "=null" not in text, "options that are newer than a run have their defaults"
 
