@@ -141,7 +141,7 @@ def test_states_with_hard_actions_or_rounded_slots_are_finite(tmp_path, capsys, 
     assert record["verdict"] == "agrees up to 5, is the automaton with slots rounded to multiples of 1/1024"
     monkeypatch.setattr("stackexp.certification.certify.GRIDS", (1,))  # 0.96 of a push becomes 1
     _, printed, record = certify(capsys, run, "--exhaustive", "5")
-    assert "with slots rounded to multiples of 1/8, strings of every length reach only 3 states" in printed
+    assert "with slots rounded to whole numbers, strings of every length reach only 3 states" in printed
 
 
 @pytest.mark.parametrize(
