@@ -144,9 +144,10 @@ def check_kernels(run: Measurements) -> None:
         for case in module.cases():
             checks.append((f"{kernel} {case.name}", functools.partial(module.check, arguments[0], case, arguments[1])))
     random.Random(0).shuffle(checks)  # if the time is short, it serves every kernel
-    models = itertools.product(CHECKED_MEMORIES, (torch.float32, torch.bfloat16))
+    models = itertools.product(CHECKED_MEMORIES, ("float32", "bfloat16"))
     checks = [
-        (f"model {name}, {dtype}", functools.partial(check_model, run, name, dtype)) for name, dtype in models
+        (f"model {name}, {dtype}", functools.partial(check_model, run, name, getattr(torch, dtype)))
+        for name, dtype in models
     ] + checks
     passed, start = 0, time.monotonic()
     for name, check in checks[:8] if run.tiny else checks:
