@@ -165,7 +165,7 @@ def certify_regular(
             f"the slots of layer {layer} separate the states of the automaton best: root mean square distance of two "
             f"random strings in one state / in two states: {ratio:.2g}"
         )
-    add_gap(result, loaded, min(table.gap, drawn.gap), drawn.strings[-1][:8])
+    add_gap(result, machine, min(table.gap, drawn.gap), drawn.strings[-1][:8])
     return result
 
 
@@ -288,14 +288,12 @@ def harden(loaded: LoadedRun, machine: NetworkMachine) -> NetworkMachine | None:
     return dataclasses.replace(machine, model=loaded.modify(action_sharpness=sharpness).model)
 
 
-def add_gap(result: Certificate, loaded: LoadedRun, gap: float, strings: np.ndarray) -> None:
+def add_gap(result: Certificate, machine: NetworkMachine, gap: float, strings: np.ndarray) -> None:
     """Compare the smallest gap of the answers with the rounding error of the logits, from the model in float64."""
-    exact = copy.deepcopy(loaded.model).double()
     logits = []
-    for model in (loaded.model, exact):
-        task = TASKS[result.task]
-        machine = NetworkMachine(model, task.num_symbols, answers_every_token=task.answers_every_token)
-        logits.append(machine.answer(machine.read(ReadState(), strings), len(strings)).double())
+    for model in (machine.model, copy.deepcopy(machine.model).double()):
+        reader = dataclasses.replace(machine, model=model, batch_size=None)
+        logits.append(reader.answer(reader.read(ReadState(), strings), len(strings)).double())
     error = float((logits[0] - logits[1]).abs().max())
     result.measured.append(
         f"smallest gap between the two largest logits of an answer: {gap:.3g}; float32 against float64 at "
@@ -339,7 +337,7 @@ def certify_stack(
             f"with hard actions (logits x {HARDNESS:.0e}): wrong on {hardened.differing} of {hardened.count:,} random "
             f"strings"
         )
-    add_gap(result, loaded, min(short.gap, long.gap), task.sample(rng, 4, longest).inputs)
+    add_gap(result, machine, min(short.gap, long.gap), task.sample(rng, 4, longest).inputs)
     if result.is_automaton_with is not None:
         result.automaton = automata.describe_pushdown(task.name, expected.pushdown)
         result.figure = picture.draw_pushdown(task.name, expected.pushdown)

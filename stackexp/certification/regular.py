@@ -29,8 +29,8 @@ from stackexp.inspection.states import find_centers, square_distances
 
 DEAD = -1  # the transition by a symbol that may not follow, until all states are numbered
 MAX_STATES = 8192  # of the search for exact repetition
-MIN_QUERIES = 1000  # limit for prefixes of queries of L*, or
-QUERIES = 20  # times the transitions of the task's automaton, if these are more; L* needs about 5
+MIN_QUERIES = 1000  # L* may ask at least this many prefixes,
+QUERIES = 20  # and this many for each transition of the task's automaton; it needs about 5
 BATCH_SIZE = 128  # rows of each batch for networks whose states are enumerated
 MAX_LOOPS = 1024  # of more, as many are drawn at random
 STRIDE = 101  # symbols between two answers of a long loop: prime, so that every symbol of a word has its turn
