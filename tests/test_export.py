@@ -253,7 +253,9 @@ def test_exported_models_work_with_transformers_5(tmp_path):
     (site / "base.pth").write_text(os.path.dirname(os.path.dirname(torch.__file__)))
     python = environment / "bin/python"
     subprocess.run([python, "-m", "pip", "install", "-q", "transformers>=5"], check=True)
-    targets = [export(tmp_path, name) for name in VARIANTS]
+    # The code of the layers is the same with every version; these differ in what they take from transformers.
+    names = ("llama", "untied-mup", "llama3-rope", "depth", "time-queue", "token-major")
+    targets = [export(tmp_path, name) for name in names]
     script = Path(exported_models.__file__)
     variables = {"PATH": os.environ["PATH"], "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
     result = subprocess.run([python, script, *targets], env=variables, capture_output=True, text=True, cwd=tmp_path)

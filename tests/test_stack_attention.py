@@ -70,6 +70,15 @@ def test_chunked_scan_passes_gradcheck():
         torch.autograd.gradcheck(lambda x, first=first: scan_chunks(x, first), logits)
 
 
+def test_backward_under_autocast_keeps_its_precision():
+    actions = random_actions(12).float().requires_grad_()
+    tops = ComputeTops.apply(actions, actions.new_zeros(B, 1, 0))
+    loss = (torch.randn_like(tops) * tops).sum()
+    (wanted,) = torch.autograd.grad(loss, actions, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.autograd.grad(loss, actions)[0], wanted)
+
+
 def test_hard_actions_match_a_list():
     length = 80
     hard = torch.randint(3, (B, length), generator=torch.Generator().manual_seed(3))

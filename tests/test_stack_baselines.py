@@ -158,6 +158,15 @@ def test_gradients_match_those_of_the_enumeration():
     torch.testing.assert_close(*(torch.autograd.grad((scale * y).sum(), moves) for y in (masses, wanted)))
 
 
+def test_backward_under_autocast_keeps_its_precision():
+    moves = [move.float().requires_grad_() for move in random_moves(4, 2, 2)]
+    masses, _, _ = SumRuns.apply(*moves, *(x.float() for x in start_runs(2, 2)))
+    wanted = torch.autograd.grad(masses.square().sum(), moves, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(masses.square().sum(), moves)
+    assert all(map(torch.equal, found, wanted))
+
+
 def test_gradients_of_longer_strings_pass_gradcheck():
     def normalize(*moves):
         masses, _, _ = SumRuns.apply(*moves, *start_runs(2, 2))

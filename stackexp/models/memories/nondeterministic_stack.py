@@ -161,6 +161,8 @@ class SumRuns(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @torch.autocast("cpu", enabled=False)  # the caller's autocast would round the products to 16 bits
+    @torch.autocast("cuda", enabled=False)
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """Go from the last token to the first, so that the gradient of a column is complete before its use.
 

@@ -93,6 +93,8 @@ class ComputeTops(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @torch.autocast("cpu", enabled=False)  # the caller's autocast would round the products to 16 bits
+    @torch.autocast("cuda", enabled=False)
     def backward(ctx: Any, grad_tops: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute gradients from the last token to the first, so that a row's gradient is complete before its use.
 
