@@ -1,12 +1,14 @@
 """Run folders with networks whose automaton is known, for the tests of `certify`."""
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from stackexp import runs
+from stackexp import cli, runs
 from stackexp.certification.machine import ReadState
 from stackexp.config.compose import compose
 from stackexp.training.objectives import build_objective
@@ -155,3 +157,12 @@ class Exact:
 
     def answer(self, cache, rows):
         return torch.eye(self.outputs.max() + 1)[self.outputs[cache.states[0].slots[:rows, 0].numpy()]][:, None]
+
+
+def certify(capsys, arguments, *options: str) -> tuple[int, str, dict]:
+    """Certify a run quickly; return the exit code, the output and the certificate."""
+    code = cli.main(["certify", *arguments, "--strings", "200", "--max-length", "60", *options])
+    printed = capsys.readouterr().out
+    record = json.loads(Path(arguments[-1], "certificate.json").read_text())
+    assert printed.endswith(f"verdict: {record['verdict']}\n")
+    return code, printed, record

@@ -72,9 +72,7 @@ class Slurm:
         for name in ("munge", "slurmctld", *NODES):
             (self.folder / name).mkdir()
         first_job = 100 * secrets.randbelow(90) + 1  # Lightning derives a run's port from its job; two clusters differ
-        config = CONFIG.format(
-            host=socket.gethostname(), folder=self.folder, ports=_free_ports(3), first_job=first_job
-        )
+        config = CONFIG.format(host=socket.gethostname(), folder=self.folder, ports=_free_ports(3), first_job=first_job)
         (self.folder / "slurm.conf").write_text(config)
         try:
             self._start_munge()

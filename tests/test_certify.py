@@ -1,7 +1,6 @@
 """The verb `certify`, on networks whose automaton is known, against brute force and labels of tasks."""
 
 import itertools
-import json
 import re
 from pathlib import Path
 
@@ -15,13 +14,14 @@ from known_networks import (
     build_manipulation,
     build_parity,
     build_reverse,
+    certify,
     flip,
     parity_options,
     write_run,
 )
 
 from stackexp import cli
-from stackexp.certification import brackets, regular, stack_proof, stacks
+from stackexp.certification import regular, stack_proof, stacks
 from stackexp.certification.automata import (
     NO_STRING,
     REGULAR,
@@ -37,20 +37,12 @@ from stackexp.tasks import TASKS
 ALL = REGULAR["parity_check"]().grammar  # all strings of two symbols
 
 
-def certify(capsys, arguments, *options: str) -> tuple[int, str, dict]:
-    code = cli.main(["certify", *arguments, "--strings", "200", "--max-length", "60", *options])
-    printed = capsys.readouterr().out
-    record = json.loads(Path(arguments[-1], "certificate.json").read_text())
-    assert printed.endswith(f"verdict: {record['verdict']}\n")
-    return code, printed, record
-
-
 @pytest.mark.parametrize("task", STACK_TASKS)
 def test_pushdown_automata_have_the_labels(task):
     rng = np.random.default_rng(0)
     known = STACK_TASKS[task]
-    prefixes = [level for level, _ in list_prefixes(known.grammar.may_follow, 5)[1:]]
-    listed = {n: set(map(tuple, p[known.are_strings(p)])) for n, p in enumerate(prefixes, 1)}
+    prefixes = [level for level, _ in list_prefixes(known.grammar, 5)[1:]]
+    listed = {n: set(map(tuple, p[known.grammar.are_strings(p)])) for n, p in enumerate(prefixes, 1)}
     for length in (*range(1, 13), 100):
         batch = TASKS[task].sample(rng, 300, length)
         answers = known.pushdown.run(batch.inputs, batch.targets.shape[1])
@@ -445,37 +437,6 @@ def test_random_strings_alone_can_reject_a_stack(tmp_path, capsys):
     assert "all 62 strings of up to 5 symbols: network = pushdown automaton" in printed
     shown = record["verdict"].removeprefix("differs at ")
     assert (code, 5 < len(shown) <= 64) == (1, True)
-
-
-def test_missing_rules_of_brackets_are_wrong_answers(tmp_path, capsys):
-    run = write_run(tmp_path, "formal/stacktrans/modular_arithmetic_brackets", *SMALL)
-    code, printed, record = certify(capsys, run, "--exhaustive", "6")
-    model, symbols = load_run(run[1], run[3]).model, TASKS[brackets.TASK].symbols
-    listed = {text for rule in record["missing_rules"] for text in rule["wrong_expressions"]}
-    assert code == 1
-    assert len({rule["rule"] for rule in record["missing_rules"]}) <= 5 * 3**3
-    for rule, expressions in itertools.islice(brackets.list_rules(), 0, None, 9):
-        for text, value in expressions[::50]:
-            tokens = torch.tensor([[*map(symbols.index, text), len(symbols)]])
-            with torch.no_grad():
-                answer = int(model(tokens).logits[0, -1].argmax())
-            assert eval(text) % 5 == value
-            assert (text in listed) == (answer != value)
-            assert re.fullmatch(re.escape(rule).translate({ord(name): r"\d" for name in "abcd"}), text)
-    assert "wrong, such as (" in printed
-    assert "random strings of up to 60 symbols, lengths in geometric steps: network and task differ on " in printed
-
-
-def test_all_expressions_with_brackets_are_listed():
-    levels, rng = brackets.list_expressions(10), np.random.default_rng(0)
-    for length in range(1, 11):
-        known = dict(levels[length])
-        assert len(known) == len(levels[length])
-        assert all(eval(text) % 5 == value for text, value in known.items())
-        batch = TASKS[brackets.TASK].sample(rng, 300, length)
-        drawn = ["".join(TASKS[brackets.TASK].symbols[i] for i in row) for row in batch.inputs]
-        assert [known[text] for text in drawn] == batch.targets[:, 0].tolist()
-    assert [len(level) for level in levels[:8]] == [0, 5, 5, 5, 5, 75, 150, 225]
 
 
 @pytest.mark.parametrize(

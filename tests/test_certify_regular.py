@@ -1,13 +1,16 @@
 """The methods of `certify` for regular tasks: automata, grammars, tables, L*, loops and the closure of states."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from known_networks import Exact, Forgetful
 
 from stackexp.certification import regular
-from stackexp.certification.automata import NO_STRING, REGULAR, Automaton, find_difference
+from stackexp.certification.automata import FORBIDDEN, NO_STRING, REGULAR, Automaton, find_difference
+from stackexp.certification.certify import Certificate, add_loops
+from stackexp.config.compose import compose
 from stackexp.tasks import TASKS
 
 
@@ -15,28 +18,44 @@ from stackexp.tasks import TASKS
 def test_automata_of_regular_tasks_have_the_labels(task):
     known, rng = REGULAR[task](), np.random.default_rng(0)
     automaton = known.automaton
-    for length in (*range(1, 13), 200):
+    for length in (*range(TASKS[task].min_length, 13), 200):
         batch = TASKS[task].sample(rng, 100, length)
         states = automaton.run(batch.inputs)
         if not TASKS[task].answers_every_token:
             states = states[:, -1:]
         assert (automaton.outputs[states] == batch.targets).all()
-        assert known.grammar.are_prefixes(batch.inputs).all()
-        assert known.grammar.is_last[batch.inputs[:, -1]].all()
-    num_states = {"parity_check": 2, "modular_arithmetic": 51, "word_problem_s3": 6, "word_problem_s5": 120}
+        assert known.grammar.are_strings(batch.inputs).all()
+        assert all(known.contains(tuple(row)) for row in batch.inputs.tolist())
+    num_states = {
+        "parity_check": 2,
+        "missing_duplicate": 11,
+        "modular_arithmetic": 51,
+        "word_problem_s3": 6,
+        "word_problem_s5": 120,
+    }
     assert automaton.num_states == num_states.get(task, 60 if task.startswith("word_problem") else 5)
 
 
 def test_strings_that_a_grammar_forbids_have_no_output():
     known, rng = REGULAR["modular_arithmetic"](), np.random.default_rng(0)
     strings = rng.integers(0, 9, (5000, 3))
-    is_string = known.grammar.are_prefixes(strings) & known.grammar.is_last[strings[:, -1]]
+    is_string = known.grammar.are_strings(strings)
     assert set(map(tuple, strings[is_string])) <= {(a, o, b) for a in range(5) for o in (5, 6, 7) for b in range(5)}
     assert is_string.sum() == pytest.approx(5000 * 75 / 729, abs=100)
     assert ((known.automaton.outputs[known.automaton.run(strings)[:, -1]] != NO_STRING) == is_string).all()
     drawn = known.grammar.draw(rng, 2000, 4)
-    assert known.grammar.are_prefixes(drawn).all()
+    assert (known.grammar.run(drawn) != FORBIDDEN).all()
     assert np.bincount(drawn[:, 2], minlength=9)[:5] / 2000 == pytest.approx(1 / 5, abs=0.05)
+
+
+def test_a_difference_outside_of_the_task_rejects_no_network(monkeypatch):
+    known, loaded = REGULAR["missing_duplicate"](), SimpleNamespace(config=compose(["formal/stacktrans"]))
+    for string, is_of_task in (((0, 2, 0, 1), True), ((2, 0, 0, 0, 3), True), ((0, 2, 1, 1), False)):
+        monkeypatch.setattr(regular, "repeat_loops", lambda *_, string=string: (string, 8, 0))
+        result = Certificate("missing_duplicate")
+        add_loops(result, loaded, None, known, 100)
+        assert result.differs_at == [string] * is_of_task
+        assert result.measured[0].endswith("symbols") == is_of_task
 
 
 def test_automata_are_compared_as_by_brute_force():
@@ -55,17 +74,20 @@ def test_automata_are_compared_as_by_brute_force():
     assert 20 < differing < 90
 
 
-@pytest.mark.parametrize("name", ["even_pairs", "modular_arithmetic", "word_problem_s3"])
+@pytest.mark.parametrize("name", ["even_pairs", "missing_duplicate", "modular_arithmetic", "word_problem_s3"])
 def test_each_method_accepts_the_automaton_and_rejects_a_wrong_state(name):
     known, rng = REGULAR[name](), np.random.default_rng(0)
     automaton, grammar = known.automaton, known.grammar
-    wrong = int(np.flatnonzero(automaton.outputs != NO_STRING)[-1])  # the state that is reached last
+    last = 0 if name == "missing_duplicate" else -1  # nothing follows its last states
+    wrong = int(np.flatnonzero(automaton.outputs != NO_STRING)[last])
     streams = grammar.draw(rng, 40, 60)
     for machine, is_right in ((Exact(automaton), True), (Exact(automaton, wrong), False)):
         table = regular.tabulate(machine, 5, grammar)
         drawn, _ = regular.sample(machine, streams, [7, 30, 31, 32], grammar)
-        assert table.count == {"even_pairs": 62, "modular_arithmetic": 5 + 75 + 1125, "word_problem_s3": 9330}[name]
-        assert drawn.count == (120 if name == "modular_arithmetic" else 160), "32 symbols are 31 again"
+        counts = {"even_pairs": 62, "missing_duplicate": 2 * (4 + 32), "modular_arithmetic": 5 + 75 + 1125}
+        assert table.count == (counts | {"word_problem_s3": 9330})[name]
+        lengths = {"missing_duplicate": (6, 30, 32), "modular_arithmetic": (7, 29, 31)}.get(name, (7, 30, 31, 32))
+        assert drawn.count == sum(grammar.are_strings(streams[:, :length]).sum() for length in lengths)
         learned = regular.learn(machine, [table, drawn], known)
         closed, count = regular.close_states(machine, grammar)
         assert count in (automaton.num_states, automaton.num_states + 1)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from stackexp.tasks import TASKS
+from stackexp.tasks.context_sensitive import HOLE
 from stackexp.tasks.expressions import MODULUS
 from stackexp.tasks.groups import GROUPS
 
 NO_STRING = -1  # the output for a string that is no input of the task, and its padding
+FORBIDDEN = -1  # the state of a grammar after a symbol that may not follow
 PUSH, POP, NO_OP = range(3)  # the order of a stack's action logits
 ACTION_LABELS = ("push", "pop", "no-op")
 
@@ -76,22 +78,44 @@ def find_difference(first: Automaton, second: Automaton) -> tuple[int, ...] | No
 
 @dataclass(frozen=True)
 class Grammar:
-    """The strings of a task: which symbols may follow each other, and which may be the last."""
+    """The strings of a task, as a finite automaton. State 0 is the initial state."""
 
-    may_follow: np.ndarray  # bool [symbols + 1, symbols]: symbols after each symbol, and in the last row at the start
-    is_last: np.ndarray  # bool [symbols]: symbols that may end a string
+    follow: np.ndarray  # int64 [states, symbols]: the state after a symbol, or FORBIDDEN
+    is_string: np.ndarray  # bool [states]: may a string end here; of no account for the empty string
 
-    def are_prefixes(self, strings: np.ndarray) -> np.ndarray:
-        """Return True for strings [B, L] whose symbols may follow each other: bool [B]."""
-        before = np.concatenate([np.full((len(strings), 1), -1), strings[:, :-1]], 1)
-        return self.may_follow[before, strings].all(1)
+    @property
+    def num_symbols(self) -> int:
+        """The size of the alphabet."""
+        return self.follow.shape[1]
+
+    def run(self, strings: np.ndarray) -> np.ndarray:
+        """Return the states after strings [B, L], FORBIDDEN after a symbol that may not follow: int64 [B]."""
+        state = np.zeros(len(strings), np.int64)
+        for symbols in strings.T:
+            state = np.where(state == FORBIDDEN, FORBIDDEN, self.follow[state, symbols])
+        return state
+
+    def are_strings(self, prefixes: np.ndarray) -> np.ndarray:
+        """Return True for prefixes [B, L] that are strings of the task, L > 0: bool [B]."""
+        state = self.run(prefixes)
+        return (state != FORBIDDEN) & self.is_string[state]
+
+    def build_automaton(self) -> Automaton:
+        """Return the machine whose output is 0 for strings and NO_STRING for others."""
+        follow = np.concatenate([self.follow, np.full((1, self.num_symbols), FORBIDDEN)])
+        return Automaton(
+            np.where(follow == FORBIDDEN, len(self.follow), follow),
+            np.where([*self.is_string, False], 0, NO_STRING),
+        )
 
     def draw(self, rng: np.random.Generator, count: int, length: int) -> np.ndarray:
-        """Draw prefixes [count, length], each symbol uniform among those that may follow."""
-        strings = np.empty((count, length), np.int64)
-        last = np.full(count, -1)
+        """Draw prefixes [count, length], each symbol uniform among those after which others may follow."""
+        goes_on = (self.follow != FORBIDDEN).any(1)
+        choices = (self.follow != FORBIDDEN) & goes_on[self.follow]
+        strings, state = np.empty((count, length), np.int64), np.zeros(count, np.int64)
         for column in strings.T:
-            column[:] = last = np.where(self.may_follow[last], rng.random((count, len(self.is_last))), -1).argmax(1)
+            column[:] = np.where(choices[state], rng.random((count, self.num_symbols)), -1).argmax(1)
+            state = self.follow[state, column]
         return strings
 
 
@@ -104,11 +128,16 @@ class RegularTask:
 
     automaton: Automaton
     grammar: Grammar
+    contains: Callable[[tuple[int, ...]], bool] = lambda string: True  # False: the task lacks this one of the strings
+    strings: str = ""  # those of the grammar in words, if the task lacks some
 
 
 def _allow_all(automaton: Automaton) -> RegularTask:
-    num_symbols = automaton.transitions.shape[1]
-    return RegularTask(automaton, Grammar(np.ones((num_symbols + 1, num_symbols), bool), np.ones(num_symbols, bool)))
+    return RegularTask(automaton, _allow_symbols(automaton.transitions.shape[1]))
+
+
+def _allow_symbols(count: int) -> Grammar:
+    return Grammar(np.zeros((1, count), np.int64), np.ones(1, bool))
 
 
 def _move_first_and_last(state: tuple[int, ...], symbol: int) -> tuple[int, ...]:
@@ -120,7 +149,7 @@ def _build_modular_arithmetic() -> RegularTask:
     symbols = TASKS["modular_arithmetic"].symbols
     is_digit = np.array([symbol.isdigit() for symbol in symbols])
     is_operator = np.array([symbol in "+-*" for symbol in symbols])
-    may_follow = np.array([*np.where(is_digit[:, None], is_operator, is_digit & is_operator[:, None]), is_digit])
+    follow = np.where([is_digit, is_operator], [[1], [0]], FORBIDDEN)
 
     def move(state: tuple[int, int, bool] | None, symbol: int) -> tuple[int, int, bool] | None:
         if state is None or not (is_operator if state[2] else is_digit)[symbol]:
@@ -136,7 +165,30 @@ def _build_modular_arithmetic() -> RegularTask:
         return (state[0] + state[1]) % MODULUS if state and state[2] else NO_STRING
 
     automaton = build_automaton((0, 1, False), move, answer, len(symbols))
-    return RegularTask(automaton, Grammar(may_follow, is_digit))
+    return RegularTask(automaton, Grammar(follow, np.array([False, True])))
+
+
+def _build_missing_duplicate() -> RegularTask:
+    """Build the parity of the ones. In a string written twice without one symbol, it is that symbol.
+
+    The halves of a string may differ here, unlike in the task. A state is (parity, state of the grammar).
+    """
+    follow = np.array([[1, 1, 2, -1], [0, 0, 3, -1], [3, 3, -1, -1], [2, 2, -1, 4], [-1, -1, -1, -1]])
+    is_string = np.array([False, False, False, True, True])
+
+    def move(state: tuple[int, int], symbol: int) -> tuple[int, int]:
+        after = FORBIDDEN if state[1] == FORBIDDEN else int(follow[state[1], symbol])
+        return (0 if after == FORBIDDEN else state[0] ^ (symbol == 1), after)
+
+    def answer(state: tuple[int, int]) -> int:
+        return state[0] if state[1] != FORBIDDEN and is_string[state[1]] else NO_STRING
+
+    def contains(string: tuple[int, ...]) -> bool:
+        first, second = np.split(np.array(string[: len(string) // 2 * 2]), 2)
+        return bool(((first == second) | (first == HOLE) | (second == HOLE)).all())
+
+    strings = "an even number of symbols, one of them a hole, then a pad or none; the task has those with equal halves"
+    return RegularTask(build_automaton((0, 0), move, answer, 4), Grammar(follow, is_string), contains, strings)
 
 
 def _build_word_problem(group: str) -> RegularTask:
@@ -157,6 +209,7 @@ REGULAR: dict[str, Callable[[], RegularTask]] = {
     "parity_check": lambda: _allow_all(build_automaton(0, lambda state, symbol: (state + symbol) % 2, int, 2)),
     "cycle_navigation": lambda: _allow_all(build_automaton(0, lambda state, symbol: (state + symbol - 1) % 5, int, 3)),
     "modular_arithmetic": _build_modular_arithmetic,
+    "missing_duplicate": _build_missing_duplicate,
     **{f"word_problem_{group}": functools.partial(_build_word_problem, group) for group in GROUPS},
 }
 
@@ -194,25 +247,20 @@ class Pushdown:
 
 @dataclass(frozen=True)
 class StackTask:
-    """The pushdown automaton of a task and the strings that the task has. Strings of one symbol are all complete."""
+    """The pushdown automaton of a task and the strings that the task has."""
 
     pushdown: Pushdown
     grammar: Grammar
 
-    def are_strings(self, prefixes: np.ndarray) -> np.ndarray:
-        """Return True for prefixes [B, L] that are strings of the task: bool [B]."""
-        return np.full(len(prefixes), prefixes.shape[1] == 1) | self.grammar.is_last[prefixes[:, -1]]
-
 
 STACK_TASKS: dict[str, StackTask] = {
-    "reverse_string": StackTask(
-        Pushdown((PUSH, PUSH, NO_OP, POP), (0, 1), NO_STRING), Grammar(np.ones((3, 2), bool), np.ones(2, bool))
-    ),
+    "reverse_string": StackTask(Pushdown((PUSH, PUSH, NO_OP, POP), (0, 1), NO_STRING), _allow_symbols(2)),
     "stack_manipulation": StackTask(
         Pushdown((PUSH, PUSH, POP, PUSH, PUSH, NO_OP, POP), (0, 1, NO_STRING, 0, 1), 2),
+        # symbols, then actions; a string of one symbol has no action
         Grammar(
-            np.array([[1] * 5, [1] * 5, *[[0, 0, 1, 1, 1]] * 3, [1, 1, 0, 0, 0]], bool),
-            np.array([0, 0, 1, 1, 1], bool),
+            np.array([[1, 1, -1, -1, -1], [2, 2, 3, 3, 3], [2, 2, 3, 3, 3], [-1, -1, 3, 3, 3]]),
+            np.array([False, True, False, True]),
         ),
     ),
 }

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 import platform
 import shlex
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stackexp.certification import automata, brackets, picture, regular, stack_proof, stacks
+from stackexp.certification import automata, expressions, picture, regular, stack_proof, stacks
 from stackexp.certification.automata import REGULAR, STACK_TASKS, Automaton, format_string
 from stackexp.certification.machine import NetworkMachine, ReadState
 from stackexp.config.model import TransformerConfig
@@ -28,13 +27,13 @@ from stackexp.tasks.definition import Task, TaskBatch
 
 EXHAUSTIVE = {
     **{"even_pairs": 16, "parity_check": 16, "cycle_navigation": 10, "modular_arithmetic": 7},
-    **{"word_problem_s3": 6, "word_problem_s5": 2},
+    **{"missing_duplicate": 10, "word_problem_s3": 6, "word_problem_s5": 2},
     **dict.fromkeys(("word_problem_z60", "word_problem_a4_z5", "word_problem_a5"), 2),
-    **{"reverse_string": 12, "stack_manipulation": 7, brackets.TASK: 12},
+    **{"reverse_string": 12, "stack_manipulation": 7, expressions.BRACKETS: 12, expressions.EQUATIONS: 12},
 }
 """Supported task -> the default for `--exhaustive`: at most 131,070 strings."""
 MAX_STRINGS = 10_000_000  # `--exhaustive` gives at most this many strings of full length
-MAX_SYMBOLS = 16  # the same for expressions with brackets, in symbols
+MAX_SYMBOLS = 16  # the same for expressions and equations, in symbols
 PREFIXES = 20  # strings that one random stream gives
 HARDNESS = 1e4  # factor on the action logits: gaps above 0.002 give a probability of 1 in float32
 GRIDS = (1024, 128, 32, 8, 1)  # inverse steps that slots are rounded to
@@ -74,7 +73,7 @@ def run(
     started, loaded = time.monotonic(), load_run(path, ckpt_path)
     task = check_run(loaded)
     num_symbols = TASKS[task].num_symbols
-    limit = MAX_SYMBOLS if task == brackets.TASK else int(np.log(MAX_STRINGS) / np.log(num_symbols))
+    limit = MAX_SYMBOLS if task in expressions.OPERATORS_OF else int(np.log(MAX_STRINGS) / np.log(num_symbols))
     if exhaustive is not None and exhaustive > limit:
         raise ConfigError(f"certify: --exhaustive: expected at most {limit} for {task}, found {exhaustive}")
     batch_size = regular.BATCH_SIZE if task in REGULAR and can_enumerate(loaded) else None
@@ -89,7 +88,7 @@ def run(
     elif task in STACK_TASKS:
         certificate = certify_stack(loaded, machine, strings, max_length, exhaustive)
     else:
-        certificate = certify_brackets(loaded, machine, strings, max_length, exhaustive)
+        certificate = certify_expressions(loaded, machine, strings, max_length, exhaustive)
     write_certificate(certificate, loaded, folder, time.monotonic() - started)
     for title, lines in (("proved", certificate.proved), ("measured", certificate.measured)):
         print("\n".join([f"{title}:", *(f"- {line}" for line in lines), ""]))
@@ -134,10 +133,12 @@ def certify_regular(
     lengths = sorted(set(np.linspace(max_length / PREFIXES, max_length, PREFIXES).round().astype(int).tolist()))
     drawn, contents = regular.sample(machine, streams, lengths, grammar)
     differing = [answers.compare(expected) for answers in (table, drawn)]
-    result.differs_at += [first for _, first in differing if first is not None]
+    result.differs_at += [first for _, first in differing if first is not None and known.contains(first)]
     if not differing[0][0]:
         result.agrees_up_to = n
         result.proved.append(f"all {table.count:,} strings of up to {n} symbols: network = automaton of the task")
+    if known.strings:
+        result.measured.append(f"strings: {known.strings}")
     learned = regular.learn(machine, [table, drawn], known)
     describe_learned(result, learned, known, [table, drawn], num_strings)
     result.measured.append(
@@ -225,10 +226,10 @@ def add_loops(
             f"the state of {repeated} repeats bit for bit"
         )
     else:
-        result.differs_at.append(first)
+        result.differs_at += [first] * known.contains(first)
         result.measured.append(
-            f"{count:,} loops ({words}): the network differs at "
-            f"{format_string(symbols, first)}, a string of {len(first):,} symbols"
+            f"{count:,} loops ({words}): the network differs at {format_string(symbols, first)}, a string of "
+            f"{len(first):,} symbols{'' if known.contains(first) else ' that the task does not have'}"
         )
 
 
@@ -268,7 +269,7 @@ def add_closure(
         shown = format_string(TASKS[result.task].symbols, difference)
         result.measured.append(f"{reached}; merged by their answers they differ from the task at {shown}")
         if not words:
-            result.differs_at.append(difference)
+            result.differs_at += [difference] * known.contains(difference)
             return
     result.measured.append(
         f"no proof for all lengths: the network has more than {regular.MAX_STATES:,} states, or its bits depend on the "
@@ -346,7 +347,7 @@ def certify_stack(
 
 def draw_strings(task: Task, rng: np.random.Generator, count: int, longest: int) -> list[TaskBatch]:
     """Draw about `count` strings of up to `longest` symbols, a batch for each length of a geometric sequence."""
-    lengths = np.geomspace(1, longest, 4 * PREFIXES).round().astype(int)
+    lengths = np.geomspace(task.min_length, longest, 4 * PREFIXES).round().astype(int)
     return [task.sample(rng, max(1, round(count / len(lengths))), int(length)) for length in lengths]
 
 
@@ -379,32 +380,33 @@ def add_stack_proof(result: Certificate, loaded: LoadedRun, expected: automata.S
     ]
 
 
-def certify_brackets(
+def certify_expressions(
     loaded: LoadedRun, machine: NetworkMachine, num_strings: int, max_length: int, exhaustive: int | None
 ) -> Certificate:
-    """Certify a network on modular arithmetic with brackets, and list the rules that it lacks."""
-    task, n, result = TASKS[brackets.TASK], exhaustive or EXHAUSTIVE[brackets.TASK], Certificate(brackets.TASK)
-    expressions = list(itertools.chain(*brackets.list_expressions(n)))
-    wrong = brackets.find_wrong(machine, expressions)
+    """Certify a network on arithmetic or equations with brackets, and list the rules that it lacks."""
+    task = TASKS[loaded.config.data.task]
+    n, result = exhaustive or EXHAUSTIVE[task.name], Certificate(task.name)
+    short = expressions.list_strings(task.name, n)
+    wrong = expressions.find_wrong(machine, task.name, short)
     if not wrong:
         result.agrees_up_to = n
-        result.proved.append(f"all {len(expressions):,} strings of up to {n} symbols: network = task")
-    result.missing_rules = brackets.find_missing_rules(machine)
+        result.proved.append(f"all {len(short):,} strings of up to {n} symbols: network = task")
+    result.missing_rules = expressions.find_missing_rules(machine, task.name)
     for rule in result.missing_rules:
         failing, digits = rule["wrong_expressions"], rule["digits"].items()
-        at = ", ".join(f"{name} in {' '.join(known)}" for name, known in digits if len(known) < brackets.MODULUS)
+        at = ", ".join(f"{name} in {' '.join(known)}" for name, known in digits if len(known) < expressions.MODULUS)
         result.measured.append(
             f"{rule['rule']}: {len(failing)} of {rule['of']} wrong{at and f' ({at})'}, such as {failing[0]}"
         )
         wrong += failing
-    result.measured.append(f"rules checked: all {len(brackets.RULES)} orders of three operations, with all digits")
+    result.measured.append(f"rules checked: all {len(expressions.RULES)} orders of three operations, with all digits")
     batches = draw_strings(task, np.random.default_rng(SEED), num_strings, max_length)
     valued = [
         ("".join(task.symbols[i] for i in string), int(value))
         for batch in batches
         for string, value in zip(batch.inputs, batch.targets[:, 0], strict=True)
     ]
-    random_wrong = brackets.find_wrong(machine, valued)
+    random_wrong = expressions.find_wrong(machine, task.name, valued)
     result.measured.append(
         f"{len(valued):,} random strings of up to {max_length:,} symbols, lengths in geometric steps: network and task "
         f"differ on {len(random_wrong)}"

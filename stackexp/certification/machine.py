@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from stackexp.certification.automata import FORBIDDEN, Grammar
 from stackexp.models.transformer import Cache
 
 ROWS = 2048  # strings processed at once
@@ -111,16 +112,16 @@ def hash_rows(cache: ReadState) -> list[bytes]:
     return [row.tobytes() for row in rows.numpy()]
 
 
-def list_prefixes(may_follow: np.ndarray, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def list_prefixes(grammar: Grammar, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return (prefixes [B, L], numbers of the prefixes without their last symbol [B]) for L = 0 .. `length`.
 
-    The prefixes are in lexicographic order. `may_follow` is that of `Grammar`.
+    The prefixes are in lexicographic order.
     """
-    levels = [(np.zeros((1, 0), np.int64), np.zeros(1, np.int64))]
-    for n in range(length):
-        strings = levels[-1][0]
-        parents, symbols = np.nonzero(may_follow[strings[:, -1] if n else [-1]])
-        levels.append((np.column_stack([strings[parents], symbols]), parents))
+    levels, states = [(np.zeros((1, 0), np.int64), np.zeros(1, np.int64))], np.zeros(1, np.int64)
+    for _ in range(length):
+        parents, symbols = np.nonzero(grammar.follow[states] != FORBIDDEN)
+        levels.append((np.column_stack([levels[-1][0][parents], symbols]), parents))
+        states = grammar.follow[states[parents], symbols]
     return levels
 
 

@@ -13,7 +13,15 @@ from aalpy.learning_algs import run_Lstar
 from torch import Tensor
 from torch.nn import functional as F
 
-from stackexp.certification.automata import NO_STRING, Automaton, Grammar, RegularTask, build_automaton
+from stackexp.certification.automata import (
+    FORBIDDEN,
+    NO_STRING,
+    Automaton,
+    Grammar,
+    RegularTask,
+    build_automaton,
+    find_difference,
+)
 from stackexp.certification.machine import (
     NetworkMachine,
     ReadState,
@@ -74,10 +82,10 @@ def ask(machine: NetworkMachine, cache: ReadState, is_string: np.ndarray) -> tup
 
 def tabulate(machine: NetworkMachine, length: int, grammar: Grammar) -> Answers:
     """Return the answers to all strings of 1 .. `length` symbols, each length in lexicographic order."""
-    levels = list_prefixes(grammar.may_follow, length)
+    levels = list_prefixes(grammar, length)
     table = Answers([strings for strings, _ in levels], [np.full(len(strings), NO_STRING) for strings, _ in levels])
     for depth, prefixes, cache in walk_prefixes(machine, levels):
-        is_string = grammar.is_last[table.strings[depth][prefixes, -1]]
+        is_string = grammar.are_strings(table.strings[depth][prefixes])
         table.answers[depth][prefixes], gap = ask(machine, cache, is_string)
         table.gap = min(table.gap, gap)
     return table
@@ -92,11 +100,11 @@ def sample(
     """
     found, contents, cache, read = Answers([], []), [], ReadState(), 0
     for wanted in lengths:
-        length = wanted - (not grammar.is_last[streams[:, wanted - 1]].any())
+        length = wanted - (not grammar.are_strings(streams[:, :wanted]).any())
         if length <= read:
             continue
         cache, read = machine.read(cache, streams[:, read:length]), length
-        answers, gap = ask(machine, cache, grammar.is_last[streams[:, length - 1]])
+        answers, gap = ask(machine, cache, grammar.are_strings(streams[:, :length]))
         found.strings.append(streams[:, :length])
         found.answers.append(answers)
         found.gap = min(found.gap, gap)
@@ -150,7 +158,7 @@ def list_loops(task: RegularTask, length: int) -> np.ndarray:
 
     Of more than MAX_LOOPS, as many are drawn at random. Words that the grammar does not allow are left out.
     """
-    automaton, num_symbols = task.automaton, len(task.grammar.is_last)
+    automaton, num_symbols = task.automaton, task.grammar.num_symbols
     words: list[tuple[int, ...]] = [(symbol,) * 2 for symbol in range(num_symbols)]
     words += [word for word in product(range(num_symbols), repeat=2) if word[0] != word[1]]
     access: dict[int, tuple[int, ...]] = {0: ()}
@@ -161,8 +169,8 @@ def list_loops(task: RegularTask, length: int) -> np.ndarray:
                 reached.append(target)
     shown = min(length, max(map(len, access.values())) + 4)  # the grammar allows what follows if it allows this
     starts = [(access[state], word) for state in reached for word in words]
-    allowed = task.grammar.are_prefixes(np.array([[*start, *word * shown][:shown] for start, word in starts]))
-    kept = np.flatnonzero(allowed)
+    states = task.grammar.run(np.array([[*start, *word * shown][:shown] for start, word in starts]))
+    kept = np.flatnonzero(states != FORBIDDEN)
     if len(kept) > MAX_LOOPS:
         kept = np.sort(np.random.default_rng(0).choice(kept, MAX_LOOPS, replace=False))
     return np.array([[*starts[i][0], *starts[i][1] * length][:length] for i in kept])
@@ -197,7 +205,8 @@ class _Network(SUL):
         super().__init__()
         self.machine, self.grammar, self.max_queries = machine, task.grammar, max_queries
         empty_answer = int(task.automaton.outputs[0])
-        self.known: dict[tuple[int, ...], tuple[ReadState | None, int]] = {(): (ReadState(), empty_answer)}
+        # (state of the network, of the grammar, answer) by word
+        self.known: dict[tuple[int, ...], tuple[ReadState, int, int]] = {(): (ReadState(), 0, empty_answer)}
 
     def pre(self) -> None:
         self.word: tuple[int, ...] = ()
@@ -209,26 +218,29 @@ class _Network(SUL):
     def step(self, letter: int | None) -> int:
         before, self.word = self.word, self.word if letter is None else (*self.word, letter)
         if self.word not in self.known:
-            cache, answer = self.known[before][0], NO_STRING
-            if cache is not None and self.grammar.may_follow[before[-1] if before else -1, letter]:
+            cache, state, answer = *self.known[before][:2], NO_STRING
+            state = FORBIDDEN if state == FORBIDDEN else int(self.grammar.follow[state, letter])
+            if state != FORBIDDEN:
                 cache = self.machine.read(cache, np.array([[letter]]))
-                answer = int(ask(self.machine, cache, self.grammar.is_last[[letter]])[0][0])
-            else:
-                cache = None
-            self.known[self.word] = cache, answer
-        return self.known[self.word][1]
+                answer = int(ask(self.machine, cache, self.grammar.is_string[[state]])[0][0])
+            self.known[self.word] = cache, state, answer
+        return self.known[self.word][2]
 
 
 class _Tables(Oracle):
-    """An equivalence oracle of strings whose answers are known."""
+    """An equivalence oracle of strings whose answers are known, and of all that are no strings of the task."""
 
-    def __init__(self, alphabet: list[int], sul: SUL, tables: list[Answers]) -> None:
+    def __init__(self, alphabet: list[int], sul: SUL, tables: list[Answers], grammar: Grammar) -> None:
         super().__init__(alphabet, sul)
-        self.tables = tables
+        self.tables, self.grammar = tables, grammar.build_automaton()
 
     def find_cex(self, hypothesis: Any) -> tuple[int, ...] | None:
         automaton = convert(hypothesis, len(self.alphabet))
-        return next((first for table in self.tables if (first := table.compare(automaton)[1])), None)
+        for table in self.tables:
+            if first := table.compare(automaton)[1]:
+                return first
+        has_answer = np.where(automaton.outputs == NO_STRING, NO_STRING, 0)
+        return find_difference(Automaton(automaton.transitions, has_answer), self.grammar)
 
 
 def convert(hypothesis: Any, num_symbols: int) -> Automaton:
@@ -248,9 +260,10 @@ def learn(machine: NetworkMachine, tables: list[Answers], task: RegularTask) -> 
 
     Each counterexample of the tables adds at least one state (Angluin 1987; Rivest & Schapire 1993).
     """
-    sul, symbols = _Network(machine, task, limit_queries(task)), list(range(len(task.grammar.is_last)))
+    sul, symbols = _Network(machine, task, limit_queries(task)), list(range(task.grammar.num_symbols))
     try:
-        found = run_Lstar(symbols, sul, _Tables(symbols, sul, tables), automaton_type="moore", print_level=0)
+        oracle = _Tables(symbols, sul, tables, task.grammar)
+        found = run_Lstar(symbols, sul, oracle, automaton_type="moore", print_level=0)
     except _QueryLimitError:
         return None
     return convert(found, len(symbols))
@@ -266,35 +279,33 @@ def close_states(machine: NetworkMachine, grammar: Grammar) -> tuple[Automaton, 
     product may depend on this row, so each transition and answer is computed in all rows, and must be the same.
     """
     assert machine.batch_size is not None
-    rules = np.column_stack([grammar.may_follow[:-1], grammar.is_last])
-    kinds = np.unique(rules, axis=0, return_inverse=True)[1].ravel().tolist()  # symbols of one kind have equal rules
-    numbers: dict[tuple[int, bytes], int] = {(-1, b""): 0}
+    numbers: dict[tuple[int, bytes], int] = {(0, b""): 0}  # (state of the grammar, bits of the network)
     transitions, answers = [], [NO_STRING]
     levels: list[tuple[ReadState, np.ndarray | None, list]] = []
-    frontier, last = ReadState(), np.array([-1])
-    while len(last):
-        parents, symbols = np.nonzero(grammar.may_follow[last])
+    frontier, states = ReadState(), np.zeros(1, np.int64)
+    while len(states):
+        parents, symbols = np.nonzero(grammar.follow[states] != FORBIDDEN)
         before, tokens = select_rows(frontier, parents), symbols[:, None]
         after = machine.read(before, tokens)
-        bits = hash_rows(after)
+        bits, targets = hash_rows(after), grammar.follow[states[parents], symbols]
         levels.append((before, tokens, bits))
-        keys = [(kinds[symbol], of_row) for symbol, of_row in zip(symbols, bits, strict=True)]
+        keys = list(zip(targets.tolist(), bits, strict=True))
         new = [i for i, key in enumerate(keys) if numbers.setdefault(key, len(numbers)) >= len(answers)]
         first = {numbers[keys[i]]: i for i in reversed(new)}
-        table = np.full((len(last), len(kinds)), DEAD)
+        table = np.full((len(states), grammar.num_symbols), DEAD)
         table[parents, symbols] = [numbers[key] for key in keys]
         transitions.append(table)
         if len(numbers) > MAX_STATES:
             return None
         rows = [first[number] for number in sorted(first)]
-        last, frontier = symbols[rows], select_rows(after, rows)
-        is_string = grammar.is_last[last]
+        states, frontier = targets[rows], select_rows(after, rows)
+        is_string = grammar.is_string[states]
         answers += list(ask(machine, frontier, is_string)[0])
         if is_string.any():
             levels.append((select_rows(frontier, is_string), None, list(np.array(answers[-len(rows) :])[is_string])))
     if not all(_is_equal_in_all_rows(machine, *level) for level in levels):
         return None
-    table = np.concatenate([*transitions, np.full((1, len(kinds)), DEAD)])
+    table = np.concatenate([*transitions, np.full((1, grammar.num_symbols), DEAD)])
     return Automaton(np.where(table == DEAD, len(numbers), table), np.array([*answers, NO_STRING])), len(numbers)
 
 

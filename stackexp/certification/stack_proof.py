@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stackexp.certification.automata import NO_STRING, PUSH, Pushdown, StackTask
+from stackexp.certification.automata import FORBIDDEN, NO_STRING, PUSH, Pushdown, StackTask
 from stackexp.config.model import TransformerConfig
 from stackexp.models.memories.stack import StackMemory
 from stackexp.models.stack_recording import wrap_method
@@ -76,7 +76,7 @@ def prove(network: Any, task: StackTask, num_empty: Callable[[int], int]) -> Sta
     sorted_probabilities, order = probabilities.sort(-1, descending=True)
     is_clear = (sorted_probabilities[..., 0].log() - sorted_probabilities[..., 1].log() > MIN_GAP).numpy()  # [C, H]
     leaks = sorted_probabilities[..., 1:].sum(-1).numpy()
-    proofs, empty = [], len(task.grammar.is_last)
+    proofs, empty = [], task.grammar.num_symbols
     is_empty = np.array([token == empty for _, token in contexts])
     for is_late in (False, True) if task.pushdown.empty_answer == NO_STRING else (False,):
         actions = np.array([_choose_action(task.pushdown, context, is_late) for context in contexts])
@@ -94,12 +94,19 @@ def prove(network: Any, task: StackTask, num_empty: Callable[[int], int]) -> Sta
 
 
 def list_contexts(task: StackTask) -> list[tuple[int, int]]:
-    """Return the pairs (token before, token) that occur in strings and their answers; see `StackTask`."""
-    empty = len(task.grammar.is_last)
-    contexts = [(START, symbol) for symbol in np.flatnonzero(task.grammar.may_follow[-1]).tolist()]
-    contexts += [(first, second) for first, second in np.argwhere(task.grammar.may_follow[:-1]).tolist()]
-    may_end = task.grammar.is_last | task.grammar.may_follow[-1]  # a string of one symbol is always complete
-    return [*contexts, *((symbol, empty) for symbol in np.flatnonzero(may_end).tolist()), (empty, empty)]
+    """Return the pairs (token before, token) that occur in strings and their answers; see `Pushdown`."""
+    grammar, empty = task.grammar, task.grammar.num_symbols
+    reached, contexts = (
+        [(0, START)],
+        {},
+    )  # (state of the grammar, last symbol); contexts in the order of their discovery
+    for state, last in reached:  # grows within the loop
+        for symbol in np.flatnonzero(grammar.follow[state] != FORBIDDEN).tolist():
+            contexts[last, symbol] = None
+            if (target := (int(grammar.follow[state, symbol]), symbol)) not in reached:
+                reached.append(target)
+    ends = {last: None for state, last in reached if last != START and grammar.is_string[state]}
+    return [*contexts, *((last, empty) for last in ends), (empty, empty)]
 
 
 def _choose_action(pushdown: Pushdown, context: tuple[int, int], is_late: bool) -> int:

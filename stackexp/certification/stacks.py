@@ -40,10 +40,10 @@ class AnswerComparison:
 
 def compare_all(machine: NetworkMachine, task: StackTask, num_empty: Any, length: int) -> AnswerComparison:
     """Compare all strings of 1 .. `length` symbols; `num_empty` is the answer's length by string length."""
-    found, levels = AnswerComparison(), list_prefixes(task.grammar.may_follow, length)
+    found, levels = AnswerComparison(), list_prefixes(task.grammar, length)
     for depth, numbers, cache in walk_prefixes(machine, levels):
         prefixes = levels[depth][0][numbers]
-        rows = np.flatnonzero(task.are_strings(prefixes))
+        rows = np.flatnonzero(task.grammar.are_strings(prefixes))
         if len(rows):
             expected = task.pushdown.run(prefixes[rows], num_empty(depth))
             found.add(machine, select_rows(cache, rows), prefixes[rows], expected)
