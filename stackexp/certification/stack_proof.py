@@ -96,10 +96,8 @@ def prove(network: Any, task: StackTask, num_empty: Callable[[int], int]) -> Sta
 def list_contexts(task: StackTask) -> list[tuple[int, int]]:
     """Return the pairs (token before, token) that occur in strings and their answers; see `Pushdown`."""
     grammar, empty = task.grammar, task.grammar.num_symbols
-    reached, contexts = (
-        [(0, START)],
-        {},
-    )  # (state of the grammar, last symbol); contexts in the order of their discovery
+    contexts: dict[tuple[int, int], None] = {}
+    reached = [(0, START)]  # (state of the grammar, last symbol)
     for state, last in reached:  # grows within the loop
         for symbol in np.flatnonzero(grammar.follow[state] != FORBIDDEN).tolist():
             contexts[last, symbol] = None
