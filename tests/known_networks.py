@@ -150,6 +150,7 @@ class Exact:
             self.outputs[wrong] = (self.outputs[wrong] + 1) % (self.outputs.max() + 1)
 
     def read(self, cache, tokens):
+        assert len(tokens), "a network has no batches without rows"
         state = np.zeros(len(tokens), np.int64) if not cache.states else cache.states[0].slots[:, 0].numpy().astype(int)
         for symbols in tokens.T:
             state = self.automaton.transitions[state, symbols]

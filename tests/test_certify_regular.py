@@ -8,7 +8,7 @@ import pytest
 from known_networks import Exact, Forgetful
 
 from stackexp.certification import regular
-from stackexp.certification.automata import FORBIDDEN, NO_STRING, REGULAR, Automaton, find_difference
+from stackexp.certification.automata import FORBIDDEN, NO_STRING, REGULAR, Automaton, Grammar, find_difference
 from stackexp.certification.certify import Certificate, add_loops
 from stackexp.config.compose import compose
 from stackexp.tasks import TASKS
@@ -97,6 +97,12 @@ def test_each_method_accepts_the_automaton_and_rejects_a_wrong_state(name):
         for string in found:
             assert is_right == (string is None)
             assert is_right or automaton.run(np.array([string]))[0, -1] == wrong
+
+
+def test_states_after_which_nothing_may_follow_are_closed():
+    grammar = Grammar(np.array([[1], [FORBIDDEN]]), np.array([False, True]))
+    closed, count = regular.close_states(Exact(Automaton(np.array([[1], [1]]), np.array([0, 1]))), grammar)
+    assert (closed.outputs.tolist(), count) == ([NO_STRING, 1, NO_STRING], 2)
 
 
 @pytest.mark.parametrize("dense_length", [500, 61, 60, 20])

@@ -285,6 +285,9 @@ def close_states(machine: NetworkMachine, grammar: Grammar) -> tuple[Automaton, 
     frontier, states = ReadState(), np.zeros(1, np.int64)
     while len(states):
         parents, symbols = np.nonzero(grammar.follow[states] != FORBIDDEN)
+        if not len(parents):  # nothing may follow
+            transitions.append(np.full((len(states), grammar.num_symbols), DEAD))
+            break
         before, tokens = select_rows(frontier, parents), symbols[:, None]
         after = machine.read(before, tokens)
         bits, targets = hash_rows(after), grammar.follow[states[parents], symbols]
