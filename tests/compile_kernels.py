@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for an H100, without a GPU: `python compile_kernels.py KERNELS cases|usual`.
+"""Compile the Triton kernels for an H100, without a GPU: `python compile_kernels.py KERNELS cases|usual|default`.
 
 Prints the resources of each kernel. Triton's interpreter also runs programs that its compiler rejects.
 """
@@ -44,7 +44,7 @@ def use_compiler_only() -> None:
 def compile_kernel(function: JITFunction, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Compile a kernel, and measure its resources if it is new."""
     layers = len(args[0]) if args and type(args[0]) is tuple else None  # since the last stored stack
-    if layers in (2, 3) and sys.argv[2] == "usual":  # between the extremes, 1 and 4
+    if layers in (2, 3) and sys.argv[2] != "cases":  # between the extremes, 1 and 4
         return
     kernel = function.run(*args, grid=grid, warmup=True, **options)
     sizes = {name: getattr(options.get("settings"), name, None) for name in ("heads", "head_dim")}
@@ -69,6 +69,11 @@ def measure_resources(kernel: Any) -> dict[str, int]:
     return found | {"warps_per_SM": programs * warps}
 
 
+def select(sizes: str, cases: list[Any], usual: list[Any]) -> list[Any]:
+    """Return the cases to compile; the default is the first of the usual ones."""
+    return {"cases": cases, "usual": usual, "default": usual[:1]}[sizes]
+
+
 def compile_depth_steps(sizes: str) -> None:
     """Compile the steps of all cases, or those of stacktrans, single_head and full_dim of 360m in bfloat16."""
     import depth_steps
@@ -76,7 +81,7 @@ def compile_depth_steps(sizes: str) -> None:
 
     usual = [GPU_CASE._replace(num_heads=h, head_dim=d, num_layers=8) for h, d in ((4, 16), (1, 64), (4, 240))]
     with stack.use_implementation("triton"):
-        for case in CASES["triton"] if sizes == "cases" else usual:
+        for case in select(sizes, CASES["triton"], usual):
             depth_steps.compute("triton", case, depth_steps.make_inputs(case))
 
 
@@ -86,7 +91,7 @@ def compile_coefficients(sizes: str) -> None:
     from test_triton_depth import CASES, GPU_CASE, ROUNDED
 
     usual = [GPU_CASE._replace(head_dim=240)]
-    for case in [*CASES["coefficients"][:-1], *ROUNDED] if sizes == "cases" else usual:
+    for case in select(sizes, [*CASES["coefficients"][:-1], *ROUNDED], usual):
         depth_steps.compute("coefficients", case, depth_steps.make_inputs(case))
 
 
@@ -95,9 +100,9 @@ def compile_scans(sizes: str) -> None:
     import scans
     from test_triton_scan import CASES, F32
 
-    kinds = itertools.product([5, 40], [(None, 0), ("tanh", 0), ("tanh", 128), ("gated", 128)])
+    kinds = itertools.product([5, 40], [("gated", 128), ("tanh", 128), ("tanh", 0), (None, 0)])
     usual = [scans.Case(24, 8, 4, tokens, "stack", "global", "log", f, dtype=F32, hidden=m) for tokens, (f, m) in kinds]
-    for case in CASES if sizes == "cases" else usual:
+    for case in select(sizes, CASES, usual):
         scans.run("triton", case, "cpu")
 
 
@@ -106,7 +111,7 @@ def compile_projections(sizes: str) -> None:
     from test_triton_projection import BF16, CASES, F32, ROUNDED, Case, differentiate, run_fused
 
     usual = [Case((256,), 960, heads, 16, h, F32, BF16) for heads in (4, 1) for h in (F32, BF16)]
-    for case in [*CASES[:3], *ROUNDED] if sizes == "cases" else usual:
+    for case in select(sizes, [*CASES[:3], *ROUNDED], usual):
         differentiate(run_fused, case, case.dtype)
 
 

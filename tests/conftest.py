@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import interpreter
 import pytest
 import yaml
 from processes import Program
@@ -269,7 +270,7 @@ def triton_interpreter() -> Iterator[ProcessPoolExecutor]:
     pytest.importorskip("triton")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TRITON_INTERPRET", "1")
-        executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), interpreter.prepare)
         executor.submit(os.getpid).result()  # start it now, while the environment is set
     with executor:
         yield executor

@@ -1,7 +1,6 @@
 """The Triton kernels compile for an H100 with the oldest and with the installed Triton. No GPU is needed."""
 
 import importlib.metadata
-import itertools
 import os
 import subprocess
 import sys
@@ -14,9 +13,6 @@ OLDEST = "3.6.0"  # of torch 2.11
 AXES = {name: {"forward", "backward"} for name in ("depth", "scan")}
 AXES["coefficients"] = {"update_forward", "update_backward", "read_forward", "read_backward"}
 AXES["projection"] = {"down_kernel", "up_kernel", "weights_kernel"}
-
-IN_CI = {("depth", False), ("scan", True), ("projection", False)}
-"""Kernels that CI compiles, with the installed Triton or (True) with the oldest; all of them take ten minutes."""
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -36,19 +32,25 @@ def test_kernels_compile_with_the_oldest_triton(axis, oldest_path, tmp_path):
     assert len(compile_kernels(axis, "cases", OLDEST, tmp_path, oldest_path)) > 20
 
 
-@pytest.mark.parametrize(
-    ("axis", "is_oldest"),
-    [
-        pytest.param(*case, marks=pytest.mark.process if case in IN_CI else pytest.mark.slow)
-        for case in itertools.product(AXES, (True, False))
-    ],
-)
+@pytest.mark.process
+@pytest.mark.parametrize("axis", ["depth", "scan", "projection"])
+def test_kernels_of_one_size_stay_in_registers(axis, tmp_path):
+    """The kernels of all sizes take ten minutes."""
+    check_registers(axis, "default", False, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_oldest", [False, True])
+@pytest.mark.parametrize("axis", AXES)
 def test_kernels_of_usual_sizes_stay_in_registers(axis, is_oldest, tmp_path, request):
-    """A warp of the depth axis needs no barriers."""
-    version, path = importlib.metadata.version("triton"), os.environ.get("PYTHONPATH", "")
-    if is_oldest:
-        version, path = OLDEST, request.getfixturevalue("oldest_path")
-    kernels = compile_kernels(axis, "usual", version, tmp_path, path)
+    path = request.getfixturevalue("oldest_path") if is_oldest else None
+    check_registers(axis, "usual", is_oldest, tmp_path, path)
+
+
+def check_registers(axis: str, sizes: str, is_oldest: bool, cache: Path, path: str | None = None) -> None:
+    """Check that no kernel spills registers, and that a warp of the depth axis needs no barriers."""
+    version = OLDEST if is_oldest else importlib.metadata.version("triton")
+    kernels = compile_kernels(axis, sizes, version, cache, path or os.environ.get("PYTHONPATH", ""))
     assert {kernel["kernel"] for kernel in kernels} == AXES[axis]
     allowed = 8 if is_oldest and axis == "coefficients" else 0  # bytes per thread, in the two backward kernels
     for kernel in kernels:
