@@ -61,7 +61,8 @@ LONG_GROUPS = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group the tests for `pytest -n`: by file, and those that share a cluster or the trained run in one group each.
 
-    The longest groups start first, so that all processes end at about the same time.
+    Jobs of two clusters at once would have the same numbers, from which Lightning derives the ports of runs. The
+    longest groups start first, so that all processes end at about the same time.
     """
     groups = {}
     for item in items:

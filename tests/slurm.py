@@ -39,7 +39,6 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 ReturnToService=2
 JobRequeue=1
-FirstJobId={first_job}
 KillWait=2
 MessageTimeout=2
 SlurmdTimeout=5
@@ -71,8 +70,7 @@ class Slurm:
     def __enter__(self) -> "Slurm":
         for name in ("munge", "slurmctld", *NODES):
             (self.folder / name).mkdir()
-        first_job = 100 * secrets.randbelow(90) + 1  # Lightning derives a run's port from its job; two clusters differ
-        config = CONFIG.format(host=socket.gethostname(), folder=self.folder, ports=_free_ports(3), first_job=first_job)
+        config = CONFIG.format(host=socket.gethostname(), folder=self.folder, ports=_free_ports(3))
         (self.folder / "slurm.conf").write_text(config)
         try:
             self._start_munge()
