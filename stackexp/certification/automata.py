@@ -81,7 +81,7 @@ class Grammar:
     """The strings of a task, as a finite automaton. State 0 is the initial state."""
 
     follow: np.ndarray  # int64 [states, symbols]: the state after a symbol, or FORBIDDEN
-    is_string: np.ndarray  # bool [states]: may a string end here; of no account for the empty string
+    is_string: np.ndarray  # bool [states]: may a string end here, except for the empty one
 
     @property
     def num_symbols(self) -> int:
@@ -128,8 +128,8 @@ class RegularTask:
 
     automaton: Automaton
     grammar: Grammar
-    contains: Callable[[tuple[int, ...]], bool] = lambda string: True  # False: the task lacks this one of the strings
-    strings: str = ""  # those of the grammar in words, if the task lacks some
+    contains: Callable[[tuple[int, ...]], bool] = lambda string: True  # is a string of the grammar one of the task?
+    strings: str = ""  # the strings of the grammar in words, if the task has fewer
 
 
 def _allow_all(automaton: Automaton) -> RegularTask:
@@ -149,7 +149,7 @@ def _build_modular_arithmetic() -> RegularTask:
     symbols = TASKS["modular_arithmetic"].symbols
     is_digit = np.array([symbol.isdigit() for symbol in symbols])
     is_operator = np.array([symbol in "+-*" for symbol in symbols])
-    follow = np.where([is_digit, is_operator], [[1], [0]], FORBIDDEN)
+    follow = np.where([is_digit, is_operator], [[1], [0]], FORBIDDEN)  # before and after a digit
 
     def move(state: tuple[int, int, bool] | None, symbol: int) -> tuple[int, int, bool] | None:
         if state is None or not (is_operator if state[2] else is_digit)[symbol]:
@@ -173,6 +173,7 @@ def _build_missing_duplicate() -> RegularTask:
 
     The halves of a string may differ here, unlike in the task. A state is (parity, state of the grammar).
     """
+    # After an even and odd number of symbols, odd and even with the hole, and after the pad; columns 0 1 _ and the pad
     follow = np.array([[1, 1, 2, -1], [0, 0, 3, -1], [3, 3, -1, -1], [2, 2, -1, 4], [-1, -1, -1, -1]])
     is_string = np.array([False, False, False, True, True])
 
