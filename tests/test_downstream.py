@@ -116,7 +116,7 @@ def _fit_with_slow_batches(seconds: float, stops: bool, *arguments: str) -> int:
 @pytest.mark.process
 def test_scoring_may_take_longer_than_the_timeout_of_collectives(options, tmp_path):
     arguments = (*options, "evaluation.tasks=[smollm2_arc_easy]", "evaluation.batch_size=1")
-    parallel = ("trainer.strategy=ddp", "trainer.devices=2", "trainer.collective_timeout_seconds=6")
+    parallel = ("trainer.strategy=ddp", "trainer.devices=2", "trainer.collective_timeout_seconds=12")
     forks = Forks(tmp_path)
     forks.run(4, False, *arguments, *parallel, "trainer.max_steps=4", ranks=2, function=_fit_with_slow_batches)
     assert list(read_scores(only_run(tmp_path / "runs"))) == [4]

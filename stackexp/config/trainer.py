@@ -26,7 +26,7 @@ class TrainerConfig:
     reshard_after_forward: bool = option(True, affects="execution")
     """Free the gathered weights between forward and backward pass (fsdp, hsdp)."""
     startup_timeout_seconds: float = option(60, above=0, affects="execution")
-    """Seconds in which all processes must connect."""
+    """Seconds in which all processes must connect. The first step may take this much longer than others."""
     collective_timeout_seconds: float = option(600, above=0, affects="execution")
     """Seconds without progress of any process; then the run aborts and names the process that hangs."""
 

@@ -105,7 +105,8 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
         except BaseException:
             _wait_for(children, 0)  # they would wait for this process until the timeout
             raise
-    watchdog = Watchdog(rank, size, trainer.collective_timeout_seconds, lambda: _wait_for(children, FROZEN_SECONDS))
+    timeouts = trainer.collective_timeout_seconds, trainer.startup_timeout_seconds
+    watchdog = Watchdog(rank, size, *timeouts, lambda: _wait_for(children, FROZEN_SECONDS))
     watchdog.start()
     try:
         try:

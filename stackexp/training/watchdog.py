@@ -41,16 +41,17 @@ class Watchdog(pl.Callback):
     """A thread in every process that shares heartbeats and progress through a store of its own.
 
     If a process is gone, or no process makes progress for `timeout` seconds, each process prints one line that names
-    the process and exits with code 1, because a collective that waits for that process would never return. `clean_up`
-    is called before the exit. The line ends with `advice`.
+    the process and exits with code 1, because a collective that waits for that process would never return. `startup`
+    more seconds are allowed until the first batch ends. `clean_up` is called before the exit. The line ends with
+    `advice`.
     """
 
     advice = "rerun the command"
 
-    def __init__(self, rank: int, size: int, timeout: float, clean_up: Callable[[], None]):
+    def __init__(self, rank: int, size: int, timeout: float, startup: float, clean_up: Callable[[], None]):
         self._rank, self._size, self._timeout, self._clean_up = rank, size, timeout, clean_up
         self._store = _connect_store(rank, size)
-        self._events, self._last_progress = 0, time.monotonic()
+        self._events, self._last_progress = 0, time.monotonic() + startup
         self._is_stopping = threading.Event()
         self._fault: str | None = None
         self._store_call_began: float | None = None
@@ -109,16 +110,21 @@ class Watchdog(pl.Callback):
 
     def note_progress(self) -> None:
         """Restart the timeout. Counts no event, because ranks score different numbers of benchmark batches."""
-        self._last_progress = time.monotonic()
+        self._last_progress = max(self._last_progress, time.monotonic())  # later than now: the startup continues
 
     # Progress, as reported by Lightning's loops
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Count any hook below as progress."""
+        """Count any start as progress."""
+        self._events += 1
+        self.note_progress()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Count any end as progress. The first one ends the startup, in which a process imports and compiles."""
         self._events, self._last_progress = self._events + 1, time.monotonic()
 
-    on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_save_checkpoint = on_train_batch_start
-    on_train_start = on_validation_start = on_validation_end = on_test_start = on_train_batch_start
+    on_train_start = on_validation_start = on_test_start = on_train_batch_start
+    on_validation_batch_end = on_validation_end = on_test_batch_end = on_save_checkpoint = on_train_batch_end
 
     # The watchdog thread
 

@@ -20,13 +20,14 @@ from stackexp.cli import main
 from stackexp.models.checkpoints import load_state, load_tensors
 
 
-def write_faulty_plugin(folder: Path, action: str) -> str:
-    """Write a plugin that makes rank 1 run `action` in its memory's forward pass, at about the 30th step."""
+def write_faulty_plugin(folder: Path, action: str, first: str = "pass") -> str:
+    """Write a plugin for the memory's forward pass: all run `first` in the first one, rank 1 `action` at step 30."""
     path = folder / "faulty.py"
     path.write_text(
         "import os, time\nfrom stackexp.models.memories.stack import StackMemory\n"
         "forward, calls = StackMemory.forward, []\n"
         "def faulty_forward(self, h, state, previous, probe=False):\n    calls.append(1)\n"
+        f"    if len(calls) == 1: {first}\n"
         f"    if os.environ.get('LOCAL_RANK', '0') == '1' and self.training and len(calls) > 120: {action}\n"
         "    return forward(self, h, state, previous, probe)\nStackMemory.forward = faulty_forward\n"
     )
@@ -109,13 +110,13 @@ def compile_stack_kernels() -> None:
 @pytest.mark.process
 def test_a_process_that_hangs_is_named(program, tiny, tmp_path):
     compile_stack_kernels()
-    hang = write_faulty_plugin(tmp_path, "time.sleep(1000)")
+    hang = write_faulty_plugin(tmp_path, "time.sleep(1000)", first="time.sleep(15)")  # a slow start is no hang
     process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS, hang, "trainer.collective_timeout_seconds=12")
     output, _ = read_to_end(process, 120)
     assert process.returncode == 1
     (line,) = [line for line in output.splitlines() if line.startswith("error: no progress")]
     assert "no progress for 12 s: rank 1 at " in line
-    assert "faulty.py:6 (faulty_forward); the others wait at torch/distributed/" in line
+    assert "faulty.py:7 (faulty_forward); the others wait at torch/distributed/" in line
 
 
 @pytest.mark.process
