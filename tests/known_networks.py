@@ -163,7 +163,9 @@ class Exact:
 def certify(capsys, arguments, *options: str) -> tuple[int, str, dict]:
     """Certify a run quickly; return the exit code, the output and the certificate."""
     code = cli.main(["certify", *arguments, "--strings", "200", "--max-length", "60", *options])
-    printed = capsys.readouterr().out
+    printed, steps = capsys.readouterr()
+    assert steps.startswith("checking: all ")
+    assert all(line.startswith("checking: ") for line in steps.splitlines()), steps
     record = json.loads(Path(arguments[-1], "certificate.json").read_text())
     assert printed.endswith(f"verdict: {record['verdict']}\n")
     return code, printed, record

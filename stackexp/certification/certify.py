@@ -96,6 +96,11 @@ def run(
     return 1 if certificate.differs_at else 0
 
 
+def _announce(step: str) -> None:
+    """Print the step that begins now, because each may take minutes."""
+    print(f"checking: {step}", file=sys.stderr, flush=True)
+
+
 def check_run(loaded: LoadedRun) -> str:
     """Return the task of a run. Raises RunError or ConfigError if it cannot be certified."""
     where, config = f"certify: {loaded.folder.path}", loaded.config
@@ -128,9 +133,11 @@ def certify_regular(
     expected, grammar = known.automaton, known.grammar
     result, rng = Certificate(task.name), np.random.default_rng(SEED)
     n = exhaustive or EXHAUSTIVE[task.name]
+    _announce(f"all strings of up to {n} symbols")
     table = regular.tabulate(machine, n, grammar)
     streams = grammar.draw(rng, max(1, num_strings // PREFIXES), max_length)
     lengths = sorted(set(np.linspace(max_length / PREFIXES, max_length, PREFIXES).round().astype(int).tolist()))
+    _announce(f"random strings of up to {max_length:,} symbols")
     drawn, contents = regular.sample(machine, streams, lengths, grammar)
     differing = [answers.compare(expected) for answers in (table, drawn)]
     result.differs_at += [first for _, first in differing if first is not None and known.contains(first)]
@@ -139,6 +146,7 @@ def certify_regular(
         result.proved.append(f"all {table.count:,} strings of up to {n} symbols: network = automaton of the task")
     if known.strings:
         result.measured.append(f"strings: {known.strings}")
+    _announce("the automaton that L* learns")
     learned = regular.learn(machine, [table, drawn], known)
     describe_learned(result, learned, known, [table, drawn], num_strings)
     result.measured.append(
@@ -213,6 +221,7 @@ def add_loops(
 ) -> None:
     """Repeat short words in every state, up to and beyond the maximum length."""
     longest = 5 * max_length
+    _announce(f"repeated words of up to {longest:,} symbols")
     is_cheap = loaded.config.model.attention_window is not None  # otherwise a read takes all earlier keys and values
     first, count, repeated = regular.repeat_loops(machine, known, longest, longest if is_cheap else max_length)
     symbols = TASKS[result.task].symbols
@@ -254,6 +263,7 @@ def add_closure(
             (f"{start}slots rounded to {_name_grid(grid)}", dataclasses.replace(subject, grid=grid)) for grid in GRIDS
         ]
     for words, subject in changes:
+        _announce(f"all states that strings reach, with {words or 'the weights as trained'}")
         closed = regular.close_states(subject, known.grammar)
         if closed is None:
             continue
@@ -309,10 +319,12 @@ def certify_stack(
     task = TASKS[loaded.config.data.task]
     expected, result, rng = STACK_TASKS[task.name], Certificate(task.name), np.random.default_rng(SEED)
     n = exhaustive or EXHAUSTIVE[task.name]
+    _announce(f"all strings of up to {n} symbols")
     short = stacks.compare_all(machine, expected, task.output_length, n)
     num_slots = machine.model.memories[0].num_slots
     longest = min(max_length, num_slots)
     batches = draw_strings(task, rng, num_strings, longest)
+    _announce(f"random strings of up to {longest:,} symbols")
     labels_differ = sum(_count_wrong_labels(expected, batch) for batch in batches)
     long = stacks.compare_random(machine, expected, task.output_length, [batch.inputs for batch in batches])
     result.differs_at += [found.first for found in (short, long) if found.first is not None]
@@ -321,6 +333,7 @@ def certify_stack(
         result.proved.append(
             f"all {short.count:,} strings of up to {n} symbols: network = pushdown automaton of the task"
         )
+    _announce("a proof for strings of every length")
     add_stack_proof(result, loaded, expected, num_slots)
     result.measured += [
         f"{long.count:,} random strings of up to {longest:,} symbols, lengths in geometric steps: network and pushdown "
@@ -387,7 +400,9 @@ def certify_expressions(
     task = TASKS[loaded.config.data.task]
     n, result = exhaustive or EXHAUSTIVE[task.name], Certificate(task.name)
     short = expressions.list_strings(task.name, n)
+    _announce(f"all {len(short):,} strings of up to {n} symbols")
     wrong = expressions.find_wrong(machine, task.name, short)
+    _announce(f"all {len(expressions.RULES)} orders of three operations")
     if not wrong:
         result.agrees_up_to = n
         result.proved.append(f"all {len(short):,} strings of up to {n} symbols: network = task")
@@ -400,6 +415,7 @@ def certify_expressions(
         )
         wrong += failing
     result.measured.append(f"rules checked: all {len(expressions.RULES)} orders of three operations, with all digits")
+    _announce(f"random strings of up to {max_length:,} symbols")
     batches = draw_strings(task, np.random.default_rng(SEED), num_strings, max_length)
     valued = [
         ("".join(task.symbols[i] for i in string), int(value))

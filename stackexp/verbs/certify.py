@@ -8,14 +8,15 @@ from stackexp.verbs.parser import Parser, Verb, count
 class Certify(Verb):
     """Extract the automaton of a run on a formal language, and compare it with the automaton of the task.
 
-    Prints what was proved, what was only measured, and one verdict: "is the automaton" (proved for strings of every
-    length), "agrees up to N" (on all strings of up to N symbols, and on all longer ones that were tried), or "differs
-    at STRING". If it agrees, the proof is also tried for the same weights with one-hot actions. The exit code is 1 if
-    it differs. Writes certificate.json and automaton.png to RUN/certificate. The run must be finished and have a stack
-    over the tokens.
+    Prints each step on standard error, then what was proved, what was only measured, and one verdict: "is the
+    automaton" (proved for strings of every length), "agrees up to N" (on all strings of up to N symbols, and on all
+    longer ones that were tried), or "differs at STRING". If it agrees, the proof is also tried for the same weights
+    with one-hot actions. The exit code is 1 if it differs. Writes certificate.json and automaton.png to
+    RUN/certificate. The run must be finished and have a stack over the tokens.
 
-    Tasks: even_pairs, parity_check, cycle_navigation, reverse_string and stack_manipulation; for
-    modular_arithmetic_brackets, it lists the rules that the run lacks.
+    Tasks: even_pairs, parity_check, cycle_navigation, modular_arithmetic, missing_duplicate, the word problems of
+    groups, reverse_string and stack_manipulation; for modular_arithmetic_brackets and solve_equation, it lists the
+    rules that the run lacks.
     """
 
     examples = ("certify --run RUN", "certify --run RUN --exhaustive 18 --out certificate")
