@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -48,6 +49,12 @@ def open_regular(path: Path, mode: str = "r") -> IO[Any]:
 def make_temporary_path(path: Path) -> Path:
     """Return a hidden name in the folder of `path` that no other process uses."""
     return path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}")
+
+
+def list_temporary_names(path: Path) -> set[str]:
+    """Return the names of the temporary files of `path`, as a killed process leaves them."""
+    pattern = re.escape(f".{path.name[:200]}.") + "[0-9a-f]{12}"
+    return {other.name for other in path.parent.iterdir() if re.fullmatch(pattern, other.name)}
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from stackexp.errors import DamagedCheckpointError, FolderBusyError, RunError, f
 from stackexp.files import (
     compute_sha256,
     is_locked,
+    list_temporary_names,
     open_regular,
     read_hashed_json,
     read_json,
@@ -199,7 +200,7 @@ class RunFolder:
     def check_ownership(self) -> None:
         """Raise RunError if the folder exists, is not empty, and does not have the marker of a run folder."""
         try:
-            names = {path.name for path in self.path.iterdir()} - {".lock"}
+            names = {path.name for path in self.path.iterdir()} - {".lock"} - list_temporary_names(self.path / MARKER)
         except FileNotFoundError:
             return
         if names and not self.is_marked:

@@ -14,7 +14,8 @@ from saved_models import make_state
 from stackexp.cli import main
 from stackexp.config.compose import compose, load_config
 from stackexp.errors import FolderBusyError, RunError
-from stackexp.runs import RunFolder, read_manifest, write_manifest
+from stackexp.files import make_temporary_path
+from stackexp.runs import MARKER, RunFolder, read_manifest, write_manifest
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.checkpointing import check_resumed_config, find_start
 
@@ -59,8 +60,10 @@ def test_folder_of_something_else_is_not_touched(config, tmp_path, files):
 
 
 def test_new_and_empty_folders_become_run_folders(config, tmp_path):
-    (tmp_path / "empty").mkdir()
-    for name in ("new", "empty"):
+    for name in ("empty", "killed"):
+        (tmp_path / name).mkdir()
+    make_temporary_path(tmp_path / "killed" / MARKER).touch()
+    for name in ("new", "empty", "killed"):
         assert find_start(config, None, str(tmp_path / name)).step == 0
         (tmp_path / name / "config.yaml").write_text("written by a sweep's driver\n")
         assert find_start(config, None, str(tmp_path / name)).step == 0, "the mark is there"
