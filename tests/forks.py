@@ -26,6 +26,7 @@ PRELOAD += [
     "stackexp.datamodules.node_storage",
     "stackexp.datamodules.token_stream",
     "stackexp.models.memories.stack",
+    "preloaded_kernels",
 ]
 SECONDS = 120
 
@@ -72,8 +73,12 @@ class Forks:
         self._started = 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")
+            patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
             self._context.set_forkserver_preload(PRELOAD)
-            self._context.Process(target=_nothing).start()  # starts the server, if there is none yet
+            check = self._context.Process(target=_check_preloaded)
+            check.start()  # starts the server, if there is none yet
+        check.join()
+        assert check.exitcode == 0, "the server ignores imports that fail"
 
     def start(self, *arguments: object, ranks: int = 1, nodes: int = 1, function: Callable[..., Any] | None = None):
         """Start `ranks` processes on `nodes` nodes in `folder`, as a launcher would."""
@@ -108,8 +113,9 @@ def processes_in(folder: Path) -> list[int]:
     return found
 
 
-def _nothing() -> None:
-    pass
+def _check_preloaded() -> None:
+    missing = set(PRELOAD) - sys.modules.keys()
+    assert not missing, missing
 
 
 def _child(function: Callable[..., Any], arguments: tuple, environment: dict, folder: Path, output: Path) -> None:
