@@ -74,8 +74,11 @@ def format_formal(runs: Path, lengths: tuple[int, int] = ALL_LENGTHS) -> str:
 def read_row(text: str, task: str) -> dict[str, str]:
     """Return the cells of a task in its Markdown table by column; the paper's scores as `paper of COLUMN`."""
     lines = text.splitlines()
-    line = next(line for line in lines if line.startswith(f"| {task} "))
-    header = [line for line in lines[: lines.index(line)] if line.startswith("| task ")][-1]
+    line = next(line for line in lines if line.startswith("|") and f"| {task} " in line)
+    header = [line for line in lines[: lines.index(line)] if "| task " in line][-1]
     names = [name.strip() for name in header.strip("|").split("|")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
     names = [f"paper of {names[i - 1]}" if name == "paper" else name for i, name in enumerate(names)]
-    return dict(zip(names, (cell.strip() for cell in line.strip("|").split("|")), strict=True))
+    row = dict(zip(names, cells, strict=True))
+    del row["class"]
+    return row

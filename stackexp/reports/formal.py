@@ -107,19 +107,20 @@ def _build_table(results: Results, tasks: list[str]) -> Table:
     """Return Table 1 or that of the other tasks, in Markdown. Both StackTrans columns share the paper's score."""
     is_table_1, columns = tasks[0] in CHOMSKY_TASKS, results.list_columns(tasks)
     with_paper = [column for column in COLUMNS if is_table_1 and column != "StackTrans"]
-    header = ["task", *(name for column in columns for name in [column, *["paper"] * (column in with_paper)])]
+    header = ["class", "task", *(name for column in columns for name in [column, *["paper"] * (column in with_paper)])]
     rows = []
     for family, members in itertools.groupby(tasks, get_family):
-        rows.append([f"*{family}*", *[""] * (len(header) - 1)])
-        for task in members:
-            row = [label_task(task, results.cells[task, columns[0]].lengths, results.lengths)]
+        for i, task in enumerate(members):
+            row = ["" if i else family, label_task(task, results.cells[task, columns[0]].lengths, results.lengths)]
             for column in columns:
                 row.append(_format_cell(results, task, column))
                 if column in with_paper:
                     paper = results.cells[task, column].paper
                     row.append(ABSENT if paper is None else f"{paper:.2f}")
             rows.append(row)
-    return Table(TITLES[not is_table_1].format(cells=CELLS.format(*results.lengths), below=BELOW), header, rows)
+    return Table(
+        TITLES[not is_table_1].format(cells=CELLS.format(*results.lengths), below=BELOW), header, rows, num_labels=2
+    )
 
 
 def _format_cell(results: Results, task: str, column: str) -> str:

@@ -262,7 +262,7 @@ def _load_task(row: Row) -> str:
 
 
 def get_family(task: str) -> str:
-    """Return the heading of a task."""
+    """Return the class of a task."""
     return TASKS[task].family if task in TASKS else NOT_LOADED
 
 
