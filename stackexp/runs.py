@@ -52,6 +52,7 @@ from stackexp.run_result import RunResult
 MARKER = ".stackexp"
 MARKER_TEXT = "A run folder of stackexp: `fit --run` resumes it, `runs remove` deletes it.\n"
 MANIFEST = "manifest.json"
+EMA = "ema"  # see `split_path`
 VALIDATION = "validation.json"
 STAMP = "%Y%m%d-%H%M%S"
 DATE_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
@@ -143,7 +144,7 @@ class RunFolder:
         environment.json and with that of `checkpoint`. Raises RunError if the file is missing or has changed.
         """
         hashes = {f"{self.environment.name} records": self.read_tokenizer_hash()}
-        if checkpoint and (folder := checkpoint.parent if checkpoint.name == "ema" else checkpoint).is_dir():
+        if checkpoint and (folder := split_path(checkpoint)[0]).is_dir():
             hashes[f"{folder} was trained with"] = read_manifest(folder)["tokenizer"]
         recorded = {source: sha256 for source, sha256 in hashes.items() if sha256}
         if not self.tokenizer.is_file():
@@ -402,6 +403,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise damaged_error(folder, error) from None
     check_step(folder, manifest["step"])
     return manifest
+
+
+def split_path(path: Path) -> tuple[Path, str]:
+    """Return the folder of a checkpoint and the key of its weights: "ema" for the path <step>/ema, else "model"."""
+    return (path.parent, EMA) if path.name == EMA else (path, "model")
 
 
 def check_step(folder: Path, step: int) -> None:

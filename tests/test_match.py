@@ -7,8 +7,8 @@ import yaml
 
 from stackexp.cli import main
 from stackexp.config.compose import compose
+from stackexp.config.layers import get_shipped_folder
 from stackexp.planning.cost import QUANTITIES, match_models
-from stackexp.sweeps import get_shipped_folder
 
 SMALL = ["model.hidden_size=64", "model.num_layers=3", "model.intermediate_size=96", "data.micro_batch_size=2"]
 
@@ -50,7 +50,7 @@ def test_options_that_follow_from_the_varied_one_are_composed_again():
 
 @pytest.mark.parametrize("name", ["ablation", "ablation_small", "depth_memories", "noise_micro"])
 def test_wide_transformers_of_shipped_sweeps_equal_the_stack(name):
-    sweep = yaml.safe_load((get_shipped_folder() / f"{name}.yaml").read_text())
+    sweep = yaml.safe_load((get_shipped_folder("sweep") / f"{name}.yaml").read_text())
     arms = {arm.pop("name"): arm for arm in sweep["list"]}
     configs = [
         compose([sweep["config"]], [f"{key}={value or 'null'}" for key, value in arms[arm].items()])
@@ -65,7 +65,7 @@ SAME_SIZE = ("adapter", "queue", "push_only", "stacktrans-slow", "stacktrans-emp
 
 @pytest.mark.parametrize("name", ["tiny_english", "micro_english", "mini_english"])
 def test_arms_of_shipped_verdicts_are_as_large_as_the_stack(name):
-    question = yaml.safe_load((get_shipped_folder().parent / f"verdicts/{name}.yaml").read_text())
+    question = yaml.safe_load((get_shipped_folder("verdict") / f"{name}.yaml").read_text())
     sizes = {}
     for arm in question["arms"]:
         overrides = [f"{key}={value or 'null'}" for key, value in arm.items() if key != "name"]

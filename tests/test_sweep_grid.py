@@ -11,9 +11,9 @@ import pytest
 import yaml
 from config_files import BASE, build_sweep, write
 
+from stackexp.config.layers import list_shipped
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.errors import ConfigError
-from stackexp.sweeps import list_shipped
 from stackexp.sweeps.sweep import Sweep, load_last_run, load_sweep
 from stackexp.sweeps.trials import compute_config_hash
 
@@ -183,7 +183,7 @@ def test_copy_in_the_folder_means_the_same_anywhere(tmp_path, monkeypatch, name)
     assert [trial.name for trial in elsewhere.trials] == [trial.name for trial in sweep.trials]
 
 
-@pytest.mark.parametrize("name", sorted({*list_shipped()} - {"formal_table"}))  # composed in test_configs.py
+@pytest.mark.parametrize("name", sorted({*list_shipped("sweep")} - {"formal_table"}))  # composed in test_configs.py
 def test_shipped_sweep_composes(name):
     sweep = load_sweep(name)
     assert sweep.folder == Path("runs", name)

@@ -56,6 +56,16 @@ def list_config_names() -> list[str]:
     return sorted(names, key=lambda name: (name.count("/"), name))
 
 
+def get_shipped_folder(kind: str) -> Path:
+    """Return the folder of the shipped sweeps (kind `sweep`) or verdicts (`verdict`)."""
+    return get_configs_folder().parent / f"{kind}s"
+
+
+def list_shipped(kind: str) -> tuple[str, ...]:
+    """Return the names of the shipped sweeps or verdicts, such as `ablation` and `formal/quick`."""
+    return list_yaml_names(get_shipped_folder(kind), "**/*.yaml")
+
+
 def list_catalog() -> list[tuple[str, str, str]]:
     """Return (kind, name, purpose) of all shipped configs, recipes, choices for sections, sweeps and verdicts.
 
@@ -66,8 +76,7 @@ def list_catalog() -> list[tuple[str, str, str]]:
         folder = get_group_folder(section)
         files += [("choice", f"{section}={name}", folder / f"{name}.yaml") for name in list_yaml_names(folder)]
     for kind in ("sweep", "verdict"):
-        folder = get_configs_folder().parent / f"{kind}s"
-        files += [(kind, name, folder / f"{name}.yaml") for name in list_yaml_names(folder, "**/*.yaml")]
+        files += [(kind, name, get_shipped_folder(kind) / f"{name}.yaml") for name in list_shipped(kind)]
     return [("recipe" if n.startswith("recipe/") else kind, n, read_purpose(path)) for kind, n, path in files]
 
 
@@ -80,7 +89,7 @@ def find_config(name: str, origin: str = "", folder: Path = Path()) -> Path:
         return get_configs_folder() / f"{name}.yaml"
     if Path(name).is_file():
         return Path(name)
-    if name in list_yaml_names(get_configs_folder().parent / "sweeps", "**/*.yaml"):
+    if name in list_shipped("sweep"):
         raise ConfigError(f"{name} is a sweep; run it with `sweep run {name}`", origin)
     files = [path for path in (f"{name}.yaml", f"{name}.yml", str(Path(name, "config.yaml"))) if Path(path).is_file()]
     known = {full.split("/")[-1]: full for full in names} | {full: full for full in names}

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from stackexp.config.data import DataConfig, ShardsConfig, explain_set_name
 from stackexp.data import olmo
 from stackexp.errors import RunError, SetNameError, suggest_name
+from stackexp.runs import split_path
 
 ENGLISH = Path("data/english")  # the folder in configs/data/english.yaml
 
@@ -35,7 +36,7 @@ def check_paths(data: DataConfig, stage: str) -> None:
 
 def check_weights(path: Path) -> None:
     """Raise RunError if `warm_start.weights` does not exist; <step>/ema is part of the checkpoint <step>."""
-    if not (path.parent if path.name == "ema" else path).exists():
+    if not split_path(path)[0].exists():
         raise RunError(
             f"warm_start.weights: {path}: no such file or folder; give a run, a checkpoint or a .safetensors file"
         )

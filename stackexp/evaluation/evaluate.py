@@ -13,7 +13,7 @@ from stackexp.errors import RunError, StoppedError
 from stackexp.evaluation.request import EvaluationRequest, ResumableEvaluation
 from stackexp.models import checkpoints
 from stackexp.models.warm_start import warn_about_options
-from stackexp.runs import read_manifest
+from stackexp.runs import read_manifest, split_path
 from stackexp.terminal import set_up_log
 from stackexp.training.callbacks.steps import StepRequests
 from stackexp.training.objectives import Objective, build_objective
@@ -76,7 +76,7 @@ def open_data(request: EvaluationRequest, checkpoint: Path | None = None) -> Exp
 
 
 def _check_tokenizer(checkpoint: Path, tokenizer: Tokenizer) -> None:
-    folder = checkpoint.parent if checkpoint.name == checkpoints.EMA else checkpoint
+    folder, _ = split_path(checkpoint)
     recorded = read_manifest(folder)["tokenizer"] if folder.is_dir() else None
     if recorded and recorded != hashlib.sha256(tokenizer.to_str(pretty=True).encode()).hexdigest():
         raise RunError(

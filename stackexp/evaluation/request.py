@@ -21,7 +21,7 @@ from stackexp.evaluation.scores import write_chunk_losses
 from stackexp.files import append_json_line, compute_sha256, hash_values, read_json_lines
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
-from stackexp.runs import MANIFEST, RunFolder
+from stackexp.runs import DATE_FORMAT, EMA, MANIFEST, RunFolder, split_path
 from stackexp.terminal import open_bar
 from stackexp.training.processes import Processes
 
@@ -57,9 +57,9 @@ class EvaluationRequest:
         names = "+".join(item.partition("=")[0] for item in self.sets)
         is_short, has_paths = len(names) < 80, any("=" in item for item in self.sets)
         path = Path(self.ckpt_path or "")
-        label = "-".join(path.parts[-2:]) if path.name == checkpoints.EMA else path.stem
-        is_path = self.ckpt_path not in (None, "best", "last", checkpoints.EMA)
-        folder, _ = checkpoints.split_path(path)
+        label = "-".join(path.parts[-2:]) if path.name == EMA else path.stem
+        is_path = self.ckpt_path not in (None, "best", "last", EMA)
+        folder, _ = split_path(path)
         if is_path and folder.exists() and not folder.resolve().is_relative_to(self.run.checkpoints.resolve()):
             label += f"-{hash_values([str(path.resolve())])[:8]}"  # of another run, which has the same steps
         parts = [label, names.replace("/", "-") if is_short else ""]
@@ -115,7 +115,7 @@ def describe_evaluation(request: EvaluationRequest, checkpoint: Path) -> dict[st
         "checkpoint": str(checkpoint),
         "step": checkpoints.load_state(checkpoint)["global_step"] if checkpoint.is_dir() else None,
         "overrides": list(request.overrides),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "time": time.strftime(DATE_FORMAT),
     }
 
 
@@ -130,7 +130,7 @@ def identify_checkpoint(checkpoint: Path) -> list:
 
     Raises RunError if the checkpoint is missing.
     """
-    path, key = checkpoints.split_path(checkpoint)
+    path, key = split_path(checkpoint)
     if not path.exists():
         raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/")
     if path.is_dir():

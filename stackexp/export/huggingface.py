@@ -28,8 +28,8 @@ from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.evaluation.scores import format_scores
 from stackexp.files import create_folder_atomically, write_json
 from stackexp.frame import read_evaluation
-from stackexp.models.checkpoints import EMA, split_path
 from stackexp.models.llama_import import ROPE_KEYS, to_llama_name
+from stackexp.runs import EMA, split_path
 
 MODELING_FILE = Path(__file__).with_name("modeling_stacktrans.py")
 MAX_SHARD_SIZE = "5GB"

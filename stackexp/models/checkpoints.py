@@ -48,12 +48,20 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError, first_line
 from stackexp.files import make_temporary_path, sync_file, sync_folder
 from stackexp.models.sharding import copy_full_
-from stackexp.runs import MANIFEST, RunFolder, check_step, damaged_error, verify_manifest, write_manifest
+from stackexp.runs import (
+    EMA,
+    MANIFEST,
+    RunFolder,
+    check_step,
+    damaged_error,
+    split_path,
+    verify_manifest,
+    write_manifest,
+)
 
 CHECKPOINT_VERSION = 3
 POLL_SECONDS = 1.0
 STATE = "state.pt"
-EMA = "ema"  # see `split_path`
 WEIGHTS = ".safetensors"
 CONFIG_KEY = "stackexp_config"  # in the metadata of a safetensors file: the YAML of the config
 _DCP_TYPES = {
@@ -180,11 +188,6 @@ def find_checkpoint(run: RunFolder, ckpt_path: str | None) -> Path:
             raise RunError(f"{run.checkpoints}: none was saved at a validation step; give --ckpt_path last or PATH")
         raise RunError(f"{run.checkpoints}: no checkpoint yet; wait for the first one, or give --ckpt_path PATH")
     return path / EMA if ckpt_path == EMA else path
-
-
-def split_path(path: Path) -> tuple[Path, str]:
-    """Return the folder of a checkpoint and the key of its weights: "ema" for the path <step>/ema, else "model"."""
-    return (path.parent, EMA) if path.name == EMA else (path, "model")
 
 
 def is_folder(path: Path) -> bool:

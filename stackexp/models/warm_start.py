@@ -22,7 +22,7 @@ from stackexp.files import compute_sha256
 from stackexp.models import checkpoints
 from stackexp.models.memories.base import Memory
 from stackexp.models.sharding import full_parameters
-from stackexp.runs import MANIFEST, RunFolder
+from stackexp.runs import MANIFEST, RunFolder, split_path
 
 log = logging.getLogger(__name__)
 INERT_OPTIONS = (
@@ -88,7 +88,7 @@ def prepare_warm_start(config: ExperimentConfig) -> WarmStart | None:
             f"{path}: warm_start.memory is identity, but the weights include {found[0]}; use default, or add memory to "
             "warm_start.skip"
         )
-    hashed = path if is_file else checkpoints.split_path(path)[0] / MANIFEST
+    hashed = path if is_file else split_path(path)[0] / MANIFEST
     return WarmStart(section.memory, path, state.get("global_step"), compute_sha256(hashed), tuple(names))
 
 

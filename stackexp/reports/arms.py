@@ -19,6 +19,7 @@ import numpy as np
 
 from stackexp.config.affects import find_changed_keys, get_value
 from stackexp.config.compose import load_config
+from stackexp.config.layers import list_shipped
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.scores import read_chunk_losses
 from stackexp.frame import OLMO_GROUPS, RUN_ID, Row, get_options, get_scores, read_rows
@@ -32,7 +33,6 @@ from stackexp.modules.scores import (
 )
 from stackexp.reports.training_data import GENERATED_DATA, explain_other_data, select_data_options
 from stackexp.runs import RunFolder
-from stackexp.sweeps import list_shipped
 from stackexp.sweeps.schema import format_value
 from stackexp.sweeps.sweep import COPY, STEPS
 from stackexp.sweeps.verdict import PLAN
@@ -463,7 +463,7 @@ def describe_sweep(paths: Sequence[Path], default: str) -> str:
                 "--report, allows for this; the intervals here do not"
             )
     for folder in (folder for path in paths for folder in (path, path.parent)):
-        if folder.name in list_shipped():
+        if folder.name in list_shipped("sweep"):
             return f"Filled by `python -m stackexp sweep run {folder.name}`"
         if (folder / COPY).is_file():
             return f"Filled by `python -m stackexp sweep run {shlex.quote(str(folder))}`"

@@ -12,6 +12,7 @@ from typing import Any
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import read_json, read_json_lines, write_json
 from stackexp.metric_tags import AVERAGED_STEPS, TRAIN_LOSS
+from stackexp.runs import DATE_FORMAT
 from stackexp.sweeps.schema import Space, format_label
 from stackexp.sweeps.sweep import Sweep
 from stackexp.sweeps.trials import Trial, TrialState, get_number, get_state, read_objective, read_tail
@@ -127,7 +128,7 @@ class Study:
                 ranked = sorted(sign * value for _, value in found.values())
                 if sign * found[trial][1] > ranked[max(0, len(ranked) // prune.reduction_factor - 1)]:
                     step, value = found[trial]
-                    write_json(trial.pruned, {"step": step, prune.metric: value, "time": time.strftime("%FT%T%z")})
+                    write_json(trial.pruned, {"step": step, prune.metric: value, "time": time.strftime(DATE_FORMAT)})
                     pruned.append(trial)
         return pruned
 

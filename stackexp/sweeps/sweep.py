@@ -18,15 +18,16 @@ from stackexp.config.layers import (
     LocatedOverride,
     find_config,
     find_origin,
+    get_shipped_folder,
     list_config_names,
     list_sections,
+    list_shipped,
     split_overrides,
 )
 from stackexp.config.registry import find_trusted_file
 from stackexp.config.yaml_files import Leaf, Tree, display_path, read_file, read_purpose, read_value
 from stackexp.errors import ConfigError, suggest_name
 from stackexp.runs import RunFolder
-from stackexp.sweeps import get_shipped_folder, list_shipped
 from stackexp.sweeps.schema import SweepConfig, Values, expand, format_value, list_extremes
 from stackexp.sweeps.trials import Trial, compute_config_hash
 
@@ -60,7 +61,7 @@ class Sweep:
         """The configured name, or the name of the file: relative to the shipped sweeps if it is one of them."""
         if self.config.name:
             return self.config.name
-        path, shipped = self.path.resolve(), get_shipped_folder().resolve()
+        path, shipped = self.path.resolve(), get_shipped_folder("sweep").resolve()
         return path.relative_to(shipped).with_suffix("").as_posix() if path.is_relative_to(shipped) else path.stem
 
     @cached_property
@@ -272,9 +273,9 @@ def _find_sweep(target: str) -> Path:
     """Return the YAML of a sweep's folder, a shipped name or a path. Raises ConfigError with the nearest name."""
     if Path(target, COPY).is_file():
         return Path(target, COPY)
-    names = list_shipped()
+    names = list_shipped("sweep")
     if target in names:
-        return get_shipped_folder() / f"{target}.yaml"
+        return get_shipped_folder("sweep") / f"{target}.yaml"
     if target in list_config_names():
         raise ConfigError(f"{target} is a config; run it with `fit --config {target}`")
     if Path(target).is_file():

@@ -16,7 +16,7 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
 from stackexp.files import is_locked, read_json, read_json_lines, try_lock, write_json
 from stackexp.metric_tags import TOKENS_PER_SECOND, TRAIN_LOSS
-from stackexp.runs import RunFolder
+from stackexp.runs import DATE_FORMAT, RunFolder
 
 PROGRAM = [sys.executable, "-m", "stackexp"]
 """The command line of this program, which workers and Slurm jobs start."""
@@ -278,7 +278,7 @@ def record_failure(trial: Trial, exit_code: int) -> None:
         "cause": find_cause(trial, exit_code),
         "attempts": before.get("attempts", 0) + 1,
         "forgiven": before.get("forgiven", 0),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "time": time.strftime(DATE_FORMAT),
         "tried_again": False,
     }
     write_json(trial.failure, failure)

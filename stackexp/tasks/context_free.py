@@ -19,11 +19,6 @@ EQUATION = "01234+-()x="
 MAX_OBSERVED_DEPTH = 21
 
 
-def keep_all(length: int) -> int:
-    """Return the number of slots that hold the full string."""
-    return length
-
-
 def nesting_depth(length: int) -> int:
     """Return the maximum bracket depth of an expression.
 
@@ -38,7 +33,7 @@ def nesting_depth(length: int) -> int:
     symbols=("0", "1", "POP", "PUSH0", "PUSH1"),
     answer_symbols="01.",
     output_length=lambda length: length + 1,
-    required_slots=keep_all,
+    required_slots=lambda length: length,
 )
 def stack_manipulation(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return the final stack from top to bottom, then END.
@@ -70,7 +65,7 @@ def stack_manipulation(rng: np.random.Generator, batch_size: int, length: int) -
     symbols="01",
     answer_symbols="01",
     output_length=lambda length: length,
-    required_slots=keep_all,
+    required_slots=lambda length: length,
 )
 def reverse_string(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return the string in reverse order."""

@@ -34,7 +34,7 @@ from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS, TRAIN_LOSS
 from stackexp.models import checkpoints
 from stackexp.models.checkpoints import CHECKPOINT_VERSION, CheckpointWriter
 from stackexp.modules.base import TrainingModule
-from stackexp.runs import RunFolder, damaged_error, format_checkpoint_name, remove_checkpoint, write_validation
+from stackexp.runs import EMA, RunFolder, damaged_error, format_checkpoint_name, remove_checkpoint, write_validation
 from stackexp.training.callbacks.steps import StepCallback
 from stackexp.training.lightning_internals import has_position, rescale_progress
 from stackexp.training.signals import StopRequest
@@ -92,7 +92,7 @@ class _DistributedCheckpoints:
         module, (optimizer,) = self.lightning_module, self.optimizers
         model, average = module.model, module.weight_average
         tensors = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        return tensors | ({checkpoints.EMA: average.tensors} if average else {})
+        return tensors | ({EMA: average.tensors} if average else {})
 
 
 class SingleDevice(_DistributedCheckpoints, SingleDeviceStrategy):
@@ -309,7 +309,7 @@ def _resume_newest(run: RunFolder, config: ExperimentConfig, overridden: Collect
 
 def _resume_path(path: Path, config: ExperimentConfig, overridden: Collection[str]) -> Start:
     """Resume a checkpoint: in its own run if it is the newest of an unfinished run of this name, else in a branch."""
-    if path.name == checkpoints.EMA:
+    if path.name == EMA:
         raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, or last")
     run = RunFolder(path.absolute().parent.parent)
     is_same_name = run.path.parent.resolve() == Path(config.logging.root, config.name).resolve()

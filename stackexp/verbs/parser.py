@@ -78,9 +78,9 @@ def list_configs(**_: object) -> list[str]:
 
 def list_sweeps(**_: object) -> list[str]:
     """Return the shipped sweeps, for completion."""
-    from stackexp.sweeps import list_shipped
+    from stackexp.config.layers import list_shipped
 
-    return list(list_shipped())
+    return list(list_shipped("sweep"))
 
 
 class Parser(argparse.ArgumentParser):
@@ -178,8 +178,10 @@ class Parser(argparse.ArgumentParser):
         """Raise RunError if `ckpt_path` is a path that does not exist; <step>/ema is part of the checkpoint <step>."""
         if ckpt_path is None or ckpt_path in self.checkpoint_names:
             return
+        from stackexp.runs import split_path
+
         path = Path(ckpt_path)
-        if not path.exists() and not (path.name == "ema" and path.parent.is_dir()):
+        if not path.exists() and not split_path(path)[0].is_dir():
             names = ", ".join(self.checkpoint_names)
             raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, or {names}")
 

@@ -32,6 +32,7 @@ from stackexp.evaluation.loading import load_run
 from stackexp.evaluation.request import identify_checkpoint, list_figure_options
 from stackexp.files import hash_values, read_json
 from stackexp.models import checkpoints
+from stackexp.runs import DATE_FORMAT
 from stackexp.terminal import open_bar, wrap_text
 from stackexp.training.trainer import find_device_type
 
@@ -165,7 +166,7 @@ def _report(
         checkpoint=str(model.checkpoint),
         step=model.step,
         tokens=model.tokens,
-        time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        time=time.strftime(DATE_FORMAT),
         limit=options.limit,
         num_fewshot=options.num_fewshot,
         lm_eval=lm_eval.__version__,

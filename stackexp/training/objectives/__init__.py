@@ -23,7 +23,7 @@ from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS, AVERAGED_STEPS,
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
 from stackexp.run_result import RunResult
-from stackexp.runs import RunFolder, read_validation, write_validation
+from stackexp.runs import DATE_FORMAT, RunFolder, read_validation, write_validation
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.processes import Processes
 
@@ -176,7 +176,7 @@ class Objective(ABC):
 
 def sum_earlier_sessions(sessions: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> float:
     """Return the seconds of all sessions but the last, each from its start to its last kept line of metrics.jsonl."""
-    starts = [datetime.strptime(session["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp() for session in sessions]
+    starts = [datetime.strptime(session["started"], DATE_FORMAT).timestamp() for session in sessions]
     total = 0.0
     for start, end in itertools.pairwise(starts):
         total += max((line["time"] - start for line in lines if start <= line["time"] < end), default=0.0)

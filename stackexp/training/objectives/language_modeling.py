@@ -19,7 +19,7 @@ from stackexp.metric_tags import AVERAGE_LOSS
 from stackexp.models import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.scores import TAGGED_SCORES, average_groups, average_scores, tag_scores
-from stackexp.runs import RunFolder
+from stackexp.runs import EMA, RunFolder
 from stackexp.terminal import wrap_text
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.loggers import write_points
@@ -78,7 +78,7 @@ class LanguageModelingObjective(Objective):
         """Score every set with the averaged weights in the last checkpoint; restores the final weights."""
         last, average = (
             session.processes.run_on_first(partial(checkpoints.find_checkpoint, session.folder, name))
-            for name in ("last", checkpoints.EMA)
+            for name in ("last", EMA)
         )
         evaluation = ResumableEvaluation(
             self.final_stage, self.config, session.data, session.processes, average, output=None
