@@ -110,7 +110,7 @@ class Watchdog(pl.Callback):
 
     def note_progress(self) -> None:
         """Restart the timeout. Counts no event, because ranks score different numbers of benchmark batches."""
-        self._last_progress = max(self._last_progress, time.monotonic())  # later than now: the startup continues
+        self._last_progress = max(self._last_progress, time.monotonic())  # the startup ends later than now
 
     # Progress, as reported by Lightning's loops
 
