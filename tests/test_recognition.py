@@ -100,6 +100,22 @@ def test_labels(name):
     assert 0.35 < np.mean(shares) < 0.65
 
 
+def test_lengths_begin_with_the_empty_string():
+    labels = {}
+    for name in LANGUAGES:
+        task = TASKS[f"recognize_{name}"]
+        empty, single = (task.sample(np.random.default_rng(0), 4, length) for length in (0, 1))
+        assert empty.inputs.shape == (4, 0)
+        assert single.inputs.shape[1] == (
+            name not in ("repeat_01", "dyck_2_3", "unmarked_reversal", "missing_duplicate")
+        )
+        labels[name] = set(empty.targets[:, 0].tolist())
+    positive = {"even_pairs", "repeat_01", "dyck_2_3", "unmarked_reversal"}
+    assert labels == {name: {int(name in positive)} for name in LANGUAGES}
+    assert TASKS["recognize_marked_copy"].find_unseen_length(40) == 41
+    assert TASKS["recognize_dyck_2_3"].find_unseen_length(40) == 42
+
+
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_membership_and_positive_strings_agree_with_enumeration(name):
     """Drawn positive strings are members, and all members of the short lengths are drawn."""

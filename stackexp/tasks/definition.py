@@ -45,7 +45,8 @@ class Task:
     output_length: Callable[[int], int]  # from string length to answer length
     answers_every_token: bool = False
     min_length: int = 1
-    length_step: int = 1  # strings have min_length plus a multiple of this; other lengths are rounded down
+    length_step: int = 1  # strings have length_start plus a multiple of this; other lengths are rounded down
+    length_start: int | None = None  # None: min_length. Strings of min_length symbols exist in any case
     # Stack slots that a string needs; None if they do not grow with it
     required_slots: Callable[[int], int | None] = lambda length: None
     max_length: int = 40  # default of data.max_length, the longest training string
@@ -88,9 +89,7 @@ class Task:
 
         if length < self.min_length:
             raise ConfigError(f"task {self.name}: length {length} is too short; use at least {self.min_length}")
-        inputs, targets, *counted = self.generate(
-            rng, batch_size, fit_length(length, self.min_length, self.length_step)
-        )
+        inputs, targets, *counted = self.generate(rng, batch_size, self.fit(length))
         if loop_fraction and self.solve:
             if counted:
                 raise ConfigError(
@@ -104,9 +103,14 @@ class Task:
             mask &= counted[0] if counted[0].ndim == 2 else np.arange(targets.shape[1]) <= counted[0][:, None]
         return TaskBatch(inputs, targets, mask)
 
+    def fit(self, length: int) -> int:
+        """Return the largest length up to this one that has strings."""
+        start = self.min_length if self.length_start is None else self.length_start
+        return max(fit_length(length, start, self.length_step), self.min_length)
+
     def find_unseen_length(self, longest: int) -> int:
         """Return the smallest length whose strings are longer than all strings of up to `longest` symbols."""
-        return fit_length(longest, self.min_length, self.length_step) + self.length_step
+        return self.fit(longest) + self.length_step
 
     def _check(self, inputs: np.ndarray, targets: np.ndarray, batch_size: int, length: int) -> None:
         """Raise ConfigError if strings or answers have other shapes, types or ids than the task declares."""
@@ -179,6 +183,6 @@ def _identify(generate: Generator) -> str:
     return f"{generate.__module__}.{generate.__qualname__}"
 
 
-def fit_length(length: int, min_length: int, step: int) -> int:
-    """Return the largest length up to this one that is `min_length` plus a multiple of `step`."""
-    return length - (length - min_length) % step
+def fit_length(length: int, start: int, step: int) -> int:
+    """Return the largest length up to this one that is `start` plus a multiple of `step`."""
+    return length - (length - start) % step

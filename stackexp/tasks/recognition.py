@@ -2,12 +2,13 @@
 
 The answer is 1 if the string is in the language. Half of the strings are positive. A negative string is either random
 or a positive string with K random edits (insert, replace or delete a symbol; K is geometric with p = 0.5), with equal
-probability, redrawn until it is not in the language. Training lengths are up to 40 and test lengths up to 500, as
+probability, redrawn until it is not in the language. Training lengths are 0 to 40 and test lengths up to 500, as
 published; validation lengths go to 80.
 
 Differences: all strings of a batch have one length, so edits are followed by insertions or deletions that restore the
-length. At lengths without positive strings, strings are as long as the longest shorter positive ones. Positive strings
-are drawn uniformly where FLaRe samples an automaton; for Dyck-(2, 3) each step is uniform over the possible symbols.
+length. If positive strings have only even or only odd lengths, strings of other lengths are one symbol shorter. Strings
+that are shorter than all positive ones, and the empty string, have one label. Positive strings are drawn uniformly
+where FLaRe samples an automaton; for Dyck-(2, 3) each step is uniform over the possible symbols.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Language(NamedTuple):
     alphabet: str
     draw: Callable[[np.random.Generator, int], str]  # a positive string of a length that has one
     contains: Callable[[str], bool]
-    min_length: int = 1  # of positive strings
+    min_length: int = 1  # of positive strings, the empty one apart
     step: int = 1  # 2 if positive strings have lengths of one parity
 
 
@@ -324,7 +325,7 @@ def edit(rng: np.random.Generator, text: str, alphabet: str) -> str:
 def draw_negative(rng: np.random.Generator, language: Language, length: int) -> str:
     """Draw a string that is not in the language: random or an edited positive string, redrawn until it is negative."""
     while True:
-        if rng.integers(2):
+        if length >= language.min_length and rng.integers(2):
             text = edit(rng, language.draw(rng, length), language.alphabet)
         else:
             text = draw_text(rng, length, language.alphabet)
@@ -340,18 +341,22 @@ def register_language(name: str, language: Language) -> None:
         name=f"recognize_{name}",
         symbols=language.alphabet,
         answer_symbols="01",
-        min_length=language.min_length,
+        min_length=0,
         length_step=language.step,
+        length_start=language.min_length,
         validation_max_length=80,
     )
     def generate(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
         import numpy as np
 
         labels = rng.integers(0, 2, (batch_size, 1))
-        if name == "even_pairs" and length == 1:  # all strings are positive
+        if length < language.min_length:
+            labels[:] = not length and language.contains("")
+        elif name == "even_pairs" and length == 1:  # all strings are positive
             labels[:] = 1
         texts = [
-            language.draw(rng, length) if label else draw_negative(rng, language, length) for label in labels[:, 0]
+            draw_negative(rng, language, length) if not label else language.draw(rng, length) if length else ""
+            for label in labels[:, 0]
         ]
         ids = {symbol: i for i, symbol in enumerate(language.alphabet)}
         return np.array([[ids[symbol] for symbol in text] for text in texts], np.int64), labels
