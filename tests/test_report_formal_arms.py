@@ -24,12 +24,27 @@ def test_arms_have_means_intervals_and_solved_seeds(tmp_path, capsys):
         write_hashed_json(path, read_hashed_json(path, "") | {"seconds": 900.0})
     assert main(["report", "formal", "--arms", str(tmp_path), "--markdown"]) == 0
     printed = capsys.readouterr().out
+    assert "| task | lstm | stacktrans-time (ours) |" in " ".join(printed.split())
     # Student's t with two degrees of freedom: 4.303 * 0.1 / sqrt(3) = 0.248, 4.303 * 0.02887 / sqrt(3) = 0.0717
     assert "| parity_check | 0.60 (0.35 to 0.85) | **0.98** (0.91 to 1.00) |" in " ".join(printed.split())
     assert "| parity_check | 0/3 | 2/3 |" in " ".join(printed.split())
     assert f"| repl_s3 (21 to 200) | **0.33** | {ABSENT} |" in " ".join(printed.split())
     assert f"| repl_s3 (21 to 200) | 0/1 | {ABSENT} |" in " ".join(printed.split())
     assert "| hours | 1.2 | 1.0 |" in " ".join(printed.split()), "the tuning counts as cost, not as a score"
+
+
+def test_columns_name_what_is_the_papers_and_what_is_ours(tmp_path, capsys):
+    for arm, model, options in (
+        ("feedback", "StackTrans", []),
+        ("plain", "StackTrans", ["model.memory.feedback=false"]),
+        ("lstm", "LSTM", []),
+    ):
+        folder = tmp_path / f"pairs/{arm}-seed=100-01234567"
+        finish(write_run(folder, model, "parity_check", *options, seed=100), beyond=0.5)
+    assert main(["report", "formal", "--arms", str(tmp_path), "--markdown"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "| task | feedback (ours) | lstm | plain (paper) |" in printed
+    assert "(paper): the stack of the paper; (ours): with our feedback" in printed
 
 
 def test_a_failed_run_counts_as_not_solved(tmp_path, capsys):

@@ -9,6 +9,7 @@ from typing import Any
 from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import Lengths
 from stackexp.files import read_json
+from stackexp.frame import Row
 from stackexp.reports.arms import compute_difference
 from stackexp.reports.formal_runs import SOLVED, count_solved, join_paths, label_task, read_runs, sort_tasks
 from stackexp.reports.report import Report, Table
@@ -32,6 +33,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
     records: list[dict[str, Any]] = []
     runs, notes = read_runs(paths, lengths)
     found: dict[tuple[str, str, int], Path] = {}
+    headings: dict[str, str] = {}
     unscored, failed = [], Counter[tuple[str, str]]()
     for run in runs:
         path, arm, task = Path(run.row["path"]), run.row["arm"], run.task
@@ -45,6 +47,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
             if (other := found.setdefault((task, arm, run.row["seed"]), path)) != path:
                 raise RunError(f"{path} and {other} are runs of {arm} on {task} with one seed; give the folder of one")
             scores[task][arm].append(score)
+            headings[arm] = arm + _describe_stack(run.row)
             records.append({"task": task, "arm": arm, "score": score} | {key: run.row.get(key) for key in COLUMNS})
     if not scores:
         raise RunError(f"{join_paths(paths)}: no finished run is tested over {lengths[0]}..{lengths[1]}")
@@ -54,7 +57,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
     if unscored:
         notes.append(f"left out, not finished and tested over these lengths: {join_paths(unscored)}")
     ranges = {run.task: run.lengths for run in runs}
-    arms = list(dict.fromkeys(arm for row in scores.values() for arm in row))
+    arms = list(headings)
     means, solved = [], []
     for task in sort_tasks(scores):
         best = max(statistics.fmean(values) for values in scores[task].values())
@@ -69,9 +72,19 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
     notes.append(
         "Hours: of all runs with their tuning, one run after the other; of runs by earlier versions, the last session."
     )
-    tables = [Table(title, ["task", *arms], means)]
-    tables.append(Table(f"Seeds with a mean accuracy of at least {SOLVED}, of all", ["task", *arms], solved))
+    if any(heading != arm for arm, heading in headings.items()):
+        notes.append("(paper): the stack of the paper; (ours): with our feedback")
+    header = ["task", *headings.values()]
+    tables = [Table(title, header, means)]
+    tables.append(Table(f"Seeds with a mean accuracy of at least {SOLVED}, of all", header, solved))
     return Report(tables, notes, records)
+
+
+def _describe_stack(row: Row) -> str:
+    """Return " (paper)" for a stack whose equations are the paper's, " (ours)" for one with our feedback."""
+    if row.get("model.memory.kind") != "stack":
+        return ""
+    return " (ours)" if row["model.memory.feedback"] else " (paper)"
 
 
 def _format_mean(values: list[float], best: float) -> str:
