@@ -264,6 +264,8 @@ def test_a_link_to_another_source_is_not_read_twice(tmp_path):
     (source / "c.txt").symlink_to(tmp_path / "elsewhere/b.txt")
     assert [found.name for found in find_sources(tmp_path)] == ["a.txt", "elsewhere/b.txt"]
     assert [found.name for found in find_sources(source)] == ["c.txt"]
+    (source / "b.txt").symlink_to(tmp_path / "elsewhere/b.txt")
+    assert [found.name for found in find_sources(source)] == ["b.txt"], "two links to one file, which is elsewhere"
 
 
 def flip_middle_byte(data: bytes) -> bytes:

@@ -241,6 +241,9 @@ def convert_text(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
                 if (file := _open_complete(target)) is None:
                     _write_tokens(target, path, sources, digest, tokenizer)
                     file = TokenFile(target)
+    if file.record and file.record.skipped_lines:
+        skipped, first = file.record.skipped_lines, file.record.first_skipped
+        log.warning("%s: skipped %d lines without a document; the first: %s", path, skipped, first)
     return file
 
 
@@ -275,11 +278,11 @@ def _write_tokens(target: Path, path: Path, sources: list[Source], digest: str, 
         target,
         tokenize(),
         vocab_size=get_vocab_size(tokenizer),
-        counts=lambda: {"text_bytes": text_bytes},
+        counts=lambda: (
+            {"text_bytes": text_bytes} | ({"skipped_lines": len(bad), "first_skipped": str(bad[0])} if bad else {})
+        ),
         source=str(path),
         source_sha256=digest,
         tokenizer=compute_fingerprint(tokenizer),
         end_of_text=get_end_of_text_id(tokenizer),
     )
-    if bad:
-        log.warning("%s: skipped %d lines without a document; the first: %s", path, len(bad), bad[0])

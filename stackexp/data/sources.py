@@ -69,8 +69,11 @@ def find_sources(source: Path) -> list[Source]:
         paths = [source] if source.is_file() else list(walk(source))
         paths.sort(key=lambda path: path.relative_to(base).as_posix())
         known = [path for path in paths if path.name.lower().endswith(KNOWN_SUFFIXES)]
-        files = {path.resolve() for path in known if not path.is_symlink()}  # a link to one of them would be read twice
-        known = [path for path in known if not (path.is_symlink() and path.resolve() in files)]
+        targets: dict[Path, Path] = {}  # links to one file would be read twice
+        for path in sorted(known, key=Path.is_symlink):
+            targets.setdefault(path.resolve(), path)
+        kept = set(targets.values())
+        known = [path for path in known if path in kept]
         if not known and not paths and source.is_dir() and any(source.rglob("corpus.json")):
             raise RunError(f"{source}: contains only prepared sets; give the files from which they were prepared")
         if not known:

@@ -60,6 +60,8 @@ class FileRecord:
     documents: int | None = None
     text_bytes: int | None = None  # UTF-8 size of the encoded text
     replaced_documents: int | None = None  # documents with bytes that are not UTF-8, replaced by U+FFFD
+    skipped_lines: int | None = None  # lines without a document
+    first_skipped: str | None = None  # the first of them, and the reason
 
 
 def get_record_path(path: Path) -> Path:
