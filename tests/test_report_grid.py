@@ -47,6 +47,15 @@ def test_curves_and_heat_maps(capsys):
     assert maps[1].mask.tolist() == [[False, False], [False, False], [False, True]]
 
 
+def test_pruned_trials_are_not_waited_for():
+    sweep = build(unfinished=2, grid={H: [1, 2, 4]})
+    sweep.trials[1].pruned.parent.mkdir(parents=True)
+    sweep.trials[1].pruned.write_text("{}")
+    notes = build_grid("study.yaml").notes
+    assert notes[0].startswith("1 of 3 trials are not finished: ")
+    assert notes[1] == "1 of 3 trials were ended early by the search."
+
+
 def test_seeds_are_averaged_and_one_key_has_no_map():
     sweep = build(grid={H: [1, 2]}, seeds=[0, 1])
     report = build_grid(str(sweep.folder))

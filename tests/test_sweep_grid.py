@@ -281,6 +281,28 @@ def test_errors_for_the_command_line():
             load_sweep(target)
 
 
+def test_the_copy_has_the_absolute_paths_of_plugins(monkeypatch):
+    write("pyproject.toml", "")  # one project: its plugins are trusted
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        write(f"{folder}/p.py", f"# {folder}\n")
+    file = Path("a/p.py").resolve()
+    for keys in (
+        {"overrides": ["plugins=[p.py]"]},
+        {"list": [{"name": "one", "plugins": ["p"]}]},
+        {"grid": {"plugins": [["p.py"]]}},
+    ):
+        monkeypatch.chdir(file.parent)
+        write("study.yaml", yaml.safe_dump({"config": BASE, "name": "s", **keys}))
+        sweep = load_sweep("study.yaml")
+        copy = Path("runs/s/sweep.yaml")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(sweep.to_yaml())
+        assert load_last_run("study.yaml").path.name == "sweep.yaml", "the file has not changed"
+        monkeypatch.chdir(file.parents[1] / "b")
+        assert [trial.config.plugins for trial in load_sweep("../a/runs/s").trials] == [[str(file)]], keys
+
+
 def test_errors_for_searches():
     assert "search.space: name at least one key" in get_error(search={})
     assert "with low < high" in get_error(search={"space": {"optimizer.lr": {"low": 1}}})

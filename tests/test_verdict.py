@@ -152,26 +152,45 @@ def test_at_equal_time_a_slower_arm_gets_fewer_steps(question, capsys):
     """`good` runs at half the speed of the baseline, in steps of as many tokens."""
     for name in question.behavior:
         question.behavior[name] |= {"speed": 1280 if name.startswith("good") else 2560}
-    question.behavior["good-0-seed=50-"] |= {"speed": 1380}
-    question.behavior["good-0-seed=51-"] |= {"speed": 1180, "host": "b"}
+    question.behavior["good-1-seed=50-"] |= {"speed": 1380}
+    question.behavior["good-1-seed=51-"] |= {"speed": 1180, "host": "b"}
     question.keep_arms("plain", "good")
-    question.write(equal="time", pairs=4, tuning={"space": {"optimizer.lr": {"values": [0.002]}}})
+    question.write(equal="time", pairs=4, tuning={"space": {"schedule.warmup_steps": {"values": [2, 4, 6]}}})
     error = question.run(expect=1).splitlines()[-1]
-    assert "good-0-seed=51" in error
+    assert "good-1-seed=51" in error
     assert error.endswith("on b with card; equal: time requires tuning runs on one machine")
-    (path,) = question.folder.glob("tuning/good-0-seed=51-*/environment.json")
+    (path,) = question.folder.glob("tuning/good-1-seed=51-*/environment.json")
     path.write_text(path.read_text().replace('"b"', '"a"'))
     printed = question.run()
     plan = json.loads((question.folder / "verdict.json").read_text())
     steps = [(values["trainer.max_steps"], values["schedule.warmup_steps"]) for values in plan["values"].values()]
-    assert steps == [(12, 2), (6, 1)]
+    assert steps == [(12, 4), (6, 2)]
     assert "at equal time" in printed
     assert ["good", "1,280", "6", "0.500"] in [line.split() for line in printed.splitlines()]
     configs = [yaml.safe_load(path.read_text()) for path in question.folder.glob("pairs/good-*/config.yaml")]
     assert {config["trainer"]["max_steps"] for config in configs} == {6}
+    assert re.search(r"^good +3 +warmup_steps=4 +4\.050 ", printed, re.M), "as tuned, not as scaled"
+    assert "chose the smallest" not in printed
     question.write(equal="tokens")
     assert main(["verdict", str(question.path), "--report"]) == 2
     assert "equal changed since" in capsys.readouterr().err
+
+
+def test_the_speed_of_an_arm_is_that_of_its_point_also_if_it_shares_the_run(question, monkeypatch):
+    arms = [{"name": "stack"}, {"name": "slots"}]
+    slots = {"values": [2, 3], "arms": ["slots"]}
+    space = {"model.memory.num_slots": slots, "optimizer.lr": {"values": [0.001]}}
+    question.write(arms=arms, equal="time", pairs=4, tuning={"space": space, "trials": 2})
+    loaded = question.load()
+    default = {loaded.tuning.trials["stack", i, 50].config.model.memory.num_slots for i in range(2)}
+    question.write(tuning={"space": space | {"model.memory.num_slots": slots | {"values": [2, *default]}}, "trials": 2})
+    loaded = question.load()
+    trials, points = loaded.tuning.trials, loaded.config.tuning.draw_points("slots")
+    (i,) = (i for i, point in enumerate(points) if point["model.memory.num_slots"] in default)
+    assert trials["slots", i, 50] is trials["stack", i, 50], "the default number of slots"
+    monkeypatch.setattr(RunFolder, "is_finished", True)
+    runs = loaded._list_tuning_runs({"slots": points[i], "stack": loaded.config.tuning.draw_points("stack")[i]})
+    assert runs["slots"] == [trials["slots", i, seed].folder for seed in (50, 51)]
 
 
 @pytest.mark.slow
@@ -237,6 +256,25 @@ def test_noise_is_that_of_pairs_at_equal_rank():
     deviation, degrees = estimate_noise(tuned, "base")
     assert deviation == pytest.approx(0.01 * math.sqrt(2), rel=0.1)
     assert degrees == pytest.approx(199 * 2 / 1.25), "two points of one arm"
+
+
+def test_arms_that_share_runs_count_once_in_the_noise():
+    random = np.random.default_rng(0)
+    base, one, two = ([({}, list(4 + random.normal(0, 0.01, 2))) for _ in range(3)] for _ in range(3))
+    expected = estimate_noise({"base": base, "one": one, "two": two}, "base")
+    shared = {"base": base, "flops": base, "one": one, "stream": base, "two": two, "again": two}
+    assert estimate_noise(shared, "base") == expected
+    assert estimate_noise({"base": base, "flops": base}, "base")[0] == 0
+
+
+def test_draws_from_a_narrow_range_stay_in_it_and_differ():
+    for low, high in ((0.9985, 0.9999), (0.9981, 0.9994), (-1e-3, 1e-3), (100.0, 100.5)):
+        points = Tuning({"optimizer.beta2": TunedSpace(low=low, high=high)}, 16).draw_points("a")
+        values = [point["optimizer.beta2"] for point in points]
+        assert low <= min(values) < max(values) <= high
+        assert len(set(values)) == 16, "rounding must not collapse them"
+    rates = Tuning({"optimizer.lr": TunedSpace(low=5e-4, high=1e-2, log=True)}, 3).draw_points("a")
+    assert [float(f"{point['optimizer.lr']:.3g}") for point in rates] == [point["optimizer.lr"] for point in rates]
 
 
 @pytest.mark.parametrize(("arms", "seeds"), [(1, 2), (1, 3), (6, 2)])

@@ -18,7 +18,7 @@ def question(tmp_path) -> Question:
 
 def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, capsys):
     question.keep_arms("plain", "same")
-    question.write(tuning=None, pairs=4)
+    question.write(tuning=None, pairs=4, overrides=["trainer.accelerator=auto"])
     question.run()
 
     def report() -> str:
@@ -41,6 +41,11 @@ def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, capsys
             write_hashed_json(folder / name, {key: result[key] for key in result if key != "sha256"})
         assert f"same-seed=101-{folder.name.rpartition('-')[2]}: {expected}" in report()
         (folder / name).write_text(before)
+    sessions = folder / "environment.json"
+    before = sessions.read_text()
+    sessions.write_text(json.dumps([*json.loads(before), {"gpus": ["new"]}]))  # resumed on another GPU
+    assert "(card and then new, not card)" in report()
+    sessions.write_text(before)
     for run, digest in ((folder, "aa"), (next(question.folder.glob("pairs/plain-seed=101-*")), "bb")):
         (run / "data.jsonl").write_text(json.dumps({"step": 10, "hash": digest}) + "\n")
     assert "they differ at step 10" in report()
@@ -54,12 +59,57 @@ def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, capsys
     assert "1 pairs: the two runs had different CPUs or versions of torch" in capsys.readouterr().out
 
 
-def test_a_changed_plugin_is_refused(question, tmp_path, monkeypatch, capsys):
+def test_pairs_on_cpus_need_no_equal_gpus(question, capsys):
+    """A visible GPU is not used with trainer.accelerator=cpu."""
+    question.keep_arms("plain", "same")
+    question.write(tuning=None, pairs=4, overrides=["trainer.accelerator=cpu"])
+    question.run()
+    (path,) = question.folder.glob("pairs/same-seed=101-*/environment.json")
+    path.write_text(path.read_text().replace('["card"]', "[]"))
+    assert main(["verdict", str(question.path), "--report"]) == 0
+
+
+def test_pairs_that_were_scored_on_other_data_are_refused(question, capsys):
+    question.keep_arms("plain", "same")
+    question.write(tuning=None, pairs=4)
+    question.run()
+    for unit in ("tokens", "bytes"):
+        for name, count in (("plain", 1000), ("same", 417)):
+            (path,) = question.folder.glob(f"pairs/{name}-seed=101-*/result.json")
+            result = read_json(path) | {"sets": {"val": {"loss": 4.0, unit: count}}}
+            write_hashed_json(path, {key: result[key] for key in result if key != "sha256"})
+        assert main(["verdict", str(question.path), "--report"]) == 1
+        assert f"scored on 417 {unit} of val, not 1000" in capsys.readouterr().err
+
+
+def test_a_process_takes_the_plan_that_another_has_just_written(question, monkeypatch):
+    question.keep_arms("plain", "same")
+    question.write(tuning=None, pairs=4)
+    first, second = question.load(), question.load()
+    read = type(second).read_plan
+    written = []
+
+    def read_before_it_is_written(self):
+        plan = read(self)
+        if self is second and not written:
+            written.append(first.load_or_write_plan())
+        return plan
+
+    monkeypatch.setattr(type(second), "read_plan", read_before_it_is_written)
+    monkeypatch.setattr("stackexp.sweeps.verdict.time.strftime", lambda form: f"time {len(written)}")
+    assert second.load_or_write_plan() == written[0]
+    assert read(first) == written[0]
+
+
+@pytest.mark.parametrize("place", ["overrides", "arm"])
+def test_a_changed_plugin_is_refused(question, tmp_path, monkeypatch, capsys, place):
     monkeypatch.chdir(tmp_path)
     plugin = tmp_path / "mine.py"
     plugin.write_text("RATE = 1\n")
     question.keep_arms("plain", "same")
-    question.write(overrides=["plugins=[mine.py]"], tuning=None, pairs=4)
+    if place == "arm":
+        question.keys["arms"][1]["plugins"] = ["mine.py"]
+    question.write(overrides=["plugins=[mine.py]"] * (place == "overrides"), tuning=None, pairs=4)
     question.run()
     for path in question.folder.glob("pairs/*/environment.json"):
         path.write_text(json.dumps([{"plugins": hash_plugins([str(plugin)]), "gpus": []}]))

@@ -170,9 +170,11 @@ def build_grid(sweep: str, overrides: Iterable[str] = ()) -> Report:
     loaded = load_last_run(sweep, overrides)
     results = summarize_trials(loaded)
     varied = [key for key in results[0]["values"] if len(_list_values(results, key)) > 1]
-    waiting = sum(not trial.folder.is_finished for trial in loaded.trials)
+    waiting = sum(not trial.is_settled for trial in loaded.trials)
+    pruned = sum(not trial.folder.is_finished for trial in loaded.trials) - waiting
     command = f"`python -m stackexp sweep run {shlex.quote(str(loaded.folder))}`"
     notes = [f"{waiting} of {len(loaded.trials)} trials are not finished: {command}"] if waiting else []
+    notes += [f"{pruned} of {len(loaded.trials)} trials were ended early by the search."] if pruned else []
     notes.append("Losses are means over the seeds, in nats per token. The best objective comes first.")
     if loaded.config.axes:
         notes.append(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from stackexp.config.memory import MECHANISM, StackMemoryConfig
-from stackexp.data.hash_log import FILE_NAME, read_hashes
 from stackexp.errors import RunError
 from stackexp.frame import read_run
 from stackexp.metric_tags import AVERAGED_STEPS, TOKENS_PER_SECOND, TRAIN_LOSS
@@ -17,7 +16,7 @@ from stackexp.reports.arms import ArmComparison, describe_noise
 from stackexp.reports.compare import format_loss, read_curve
 from stackexp.reports.interventions import build_interventions
 from stackexp.reports.report import PALETTE, Report, Table, new_figure
-from stackexp.reports.training_data import GENERATED_DATA, compare_data
+from stackexp.reports.training_data import open_pairs
 from stackexp.runs import DATE_FORMAT, RunFolder
 from stackexp.sequential import (
     LEVEL,
@@ -31,7 +30,7 @@ from stackexp.sequential import (
     find_detectable_effect,
 )
 from stackexp.sweeps.controls import ADAPTER, FLOPS, PARAMETERS, PLAIN, SCALE, STREAM
-from stackexp.sweeps.schema import format_value, shorten_keys
+from stackexp.sweeps.schema import Values, format_value, shorten_keys
 from stackexp.sweeps.sweep import STEPS
 from stackexp.sweeps.tuning import Tuned, choose_point
 from stackexp.sweeps.verdict import (
@@ -50,8 +49,6 @@ OUTCOME_COLORS = dict(zip(Outcome, (PALETTE[2], PALETTE[1], PALETTE[0], PALETTE[
 AVERAGED = "ema."
 """Prefix of the scores of averaged weights in result.json."""
 LOADED = "Times are those of whole runs, because copies have no metrics; other work on the machine is part of them."
-MACHINE = (("cpu", "model"), ("versions", "torch"))
-"""What should be equal in a pair, apart from the GPU, which must be."""
 BAND = (0.1, 0.9)
 """Quantiles of the best loss of random subsets of the tuning trials."""
 
@@ -120,38 +117,6 @@ def build_verdict(verdict: Question) -> Report:
     records = [{"arm": arm, "seed": seed, "score": value} for (arm, _, seed), value in scores.items()]
     diverged = find_diverged(plan, scores)
     return Report(tables, notes, records, lambda: _draw(plan, judgments, diverged))
-
-
-def open_pairs(verdict: Question, plan: PairPlan) -> tuple[QuestionStage, list[str]]:
-    """Return the stage of the pairs, and notes on pairs with unknown data, or with different CPUs or versions of torch.
-
-    Raises RunError if the two runs of a pair had other data or another device.
-    """
-    verdict.check_plugins()
-    stage, uncompared, others = verdict.build_pairs(plan), 0, 0
-    for (arm, _, seed), trial in stage.trials.items():
-        pair = trial.folder, stage.trials[plan.baseline, 0, seed].folder
-        if arm == plan.baseline or not all(folder.is_finished for folder in pair):
-            continue
-        difference = unknown = ""
-        if trial.config.data.kind not in GENERATED_DATA:  # the config determines these, and arms may differ in them
-            difference, unknown = compare_data(*(read_hashes(folder.path) for folder in pair))
-        uncompared += bool(unknown)
-        ours, base = ((folder.read_sessions() or [{}])[0] for folder in pair)
-        devices = [session.get("gpus") or "a CPU" for session in (ours, base)]
-        others += any(ours.get(key, {}).get(n) != base.get(key, {}).get(n) for key, n in MACHINE)
-        if devices[0] != devices[1]:
-            difference = f"{devices[0]}, not {devices[1]}"
-        if difference:
-            raise RunError(
-                f"{pair[0].path}: had other data or another device than {pair[1].path} ({difference}), so they are no "
-                "pair; remove one of them and repeat the command"
-            )
-    notes = {
-        f"{uncompared} pairs: training data not compared; {FILE_NAME} is missing or has no common step": uncompared,
-        f"{others} pairs: the two runs had different CPUs or versions of torch": others,
-    }
-    return stage, [note for note, count in notes.items() if count]
 
 
 def _build_lines(
@@ -278,25 +243,39 @@ def _describe_date(plan: PairPlan, stage: QuestionStage) -> str:
 def _describe_chunks(verdict: Question, plan: PairPlan, stage: QuestionStage) -> list[str]:
     """Return notes on the noise of seeds and evaluation chunks, if the runs have the losses of the chunks."""
     rows = {key: read_run(folder) for key, folder in _list_finished(stage).items()}
-    comparisons = []
+    comparisons: dict[tuple[str, ...], ArmComparison] = {}  # arms with the same config share their runs
     for arm in verdict.arms:
         keys = [((arm, 0, seed), (plan.baseline, 0, seed)) for seed in plan.seeds]
         pairs = [(rows[ours], rows[base]) for ours, base in keys if ours in rows and base in rows]
-        if arm != plan.baseline and pairs:
-            comparisons.append(ArmComparison(arm, pairs, [], []))
-    notes = describe_noise(comparisons)
+        pairs = [(ours, base) for ours, base in pairs if ours["path"] != base["path"]]
+        if pairs:
+            comparisons.setdefault(tuple(ours["path"] for ours, _ in pairs), ArmComparison(arm, pairs, [], []))
+    notes = describe_noise(list(comparisons.values()))
     return [f"{note} All pairs share the chunks, so more pairs do not reduce the latter." for note in notes]
+
+
+def get_chosen_values(
+    verdict: Question, plan: PairPlan | None, arm: str, points: list[tuple[Values, list[float]]]
+) -> Values:
+    """Return the tuned values of an arm; {} if none is finite.
+
+    At equal time, they are chosen again, because the plan has scaled the steps of the schedule.
+    """
+    if plan is not None and plan.speeds is None:
+        return plan.values[arm]
+    return choose_point(points, verdict.config.effect) or {}
 
 
 def _describe_edges(verdict: Question, plan: PairPlan) -> list[str]:
     """Return a note for each tuned number and end of its range that arms have chosen."""
     tuning, ends = verdict.config.tuning, dict[tuple[str, str], list[str]]()
+    tuned = verdict.read_tuning()
     for arm in verdict.arms if tuning else ():
-        points = tuning.draw_points(arm) if tuning else []
+        points, chosen = tuning.draw_points(arm) if tuning else [], get_chosen_values(verdict, plan, arm, tuned[arm])
         for key in points[0] if points else ():
             tried = sorted({point[key] for point in points if isinstance(point[key], int | float)})
             for word, end in (("smallest", tried[:1]), ("largest", tried[-1:])):
-                if len(tried) > 2 and [plan.values[arm][key]] == end:
+                if len(tried) > 2 and [chosen.get(key)] == end:
                     ends.setdefault((word, key), []).append(arm)
     return [
         f"{', '.join(arms)}: chose the {word} {key} that was tried, so the best may lie beyond"
@@ -336,7 +315,7 @@ def _build_tuning(verdict: Question, tuned: Tuned) -> Table:
         losses = [statistics.fmean(scores) for _, scores in points]
         if not losses:
             continue
-        values = plan.values[arm] if plan else choose_point(points, verdict.config.effect)
+        values = get_chosen_values(verdict, plan, arm, points)
         chosen = next((i for i, (own, _) in enumerate(points) if values and own.items() <= values.items()), 0)
         curve = []
         for count in counts:

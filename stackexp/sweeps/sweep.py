@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -148,10 +149,10 @@ class Sweep:
         return {path.name.rpartition("-")[2]: path for path in sorted(self.folder.glob("*-*/"))}
 
     def to_yaml(self) -> str:
-        """Return the sweep as YAML with all overrides and absolute paths, so that it is valid in any folder."""
-        tree = dataclasses.asdict(self.config)
+        """Return the sweep as YAML with all overrides and the absolute paths of configs and plugins."""
         own = [*self.config.command_line, *self.overrides]
-        tree |= {"name": self.name, "folder": str(self._config_folder.resolve()), "command_line": own}
+        tree = dataclasses.asdict(_locate_plugins(dataclasses.replace(self.config, command_line=own)))
+        tree |= {"name": self.name, "folder": str(self._config_folder.resolve())}
         kept = {key: value for key, value in tree.items() if value not in (None, [], {})}
         kept["resources"] = {key: value for key, value in tree["resources"].items() if value is not None}
         return f"# {PURPOSE}\n{yaml.safe_dump(kept, sort_keys=False)}"
@@ -231,6 +232,31 @@ class Sweep:
         return Path(self.config.folder or self.path.parent)
 
 
+def _locate_plugins(config: SweepConfig) -> SweepConfig:
+    """Return the sweep with the absolute path of each plugin file in overrides, list and grid."""
+
+    def locate(names: Any) -> Any:
+        if not isinstance(names, list):
+            return names  # not valid, which composing the trial reports
+        files = [[Path(str(name)), Path(f"{name}.py")] for name in names]
+        found = [next((str(file.resolve()) for file in pair if file.is_file()), None) for pair in files]
+        return [path or name for path, name in zip(found, names, strict=True)]
+
+    def locate_overrides(overrides: list[str]) -> list[str]:
+        split = split_overrides(overrides)
+        leaves = {text: read_value(text, origin) for key, text, origin in split if key == "plugins"}
+        found = {text: format_value(locate(x.value)) for text, x in leaves.items() if isinstance(x, Leaf)}
+        return [f"{key}={found[text] if key == 'plugins' else text}" for key, text, _ in split] if found else overrides
+
+    return dataclasses.replace(
+        config,
+        overrides=locate_overrides(config.overrides),
+        command_line=locate_overrides(config.command_line),
+        list=[{k: locate(v) if k == "plugins" else v for k, v in entry.items()} for entry in config.list],
+        grid={k: list(map(locate, v)) if k == "plugins" else v for k, v in config.grid.items()},
+    )
+
+
 def load_sweep(target: str, overrides: Iterable[str] = ()) -> Sweep:
     """Load a sweep by name, file or folder and check everything except its trials. Raises ConfigError."""
     path = _find_sweep(target)
@@ -262,7 +288,7 @@ def load_last_run(target: str, overrides: Iterable[str] = ()) -> Sweep:
         return sweep
     last = load_sweep(str(sweep.folder))
     same: dict = {"name": None, "folder": None, "command_line": []}  # the copy has them in another form
-    if dataclasses.replace(last.config, **same) == dataclasses.replace(sweep.config, **same):
+    if dataclasses.replace(last.config, **same) == _locate_plugins(dataclasses.replace(sweep.config, **same)):
         return last
     note = f"note: {display_path(sweep.path)} differs from the last run, {display_path(last.path)}"
     print(note, file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 import signal
 import sys
@@ -11,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any
 
-from stackexp.config.affects import AFFECT_RESULTS, remove_defaults
+from stackexp.config.affects import AFFECT_RESULTS, find_changed_keys, flatten_config, remove_defaults
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
 from stackexp.files import is_locked, read_json, read_json_lines, try_lock, write_json
@@ -255,6 +256,21 @@ def count_failures(trial: Trial) -> int:
     """Return the failed attempts since the last `sweep run`."""
     failure = read_failure(trial)
     return failure["attempts"] - failure["forgiven"] if failure else 0
+
+
+def read_score(trial: Trial, objective: str) -> float:
+    """Return the score of a finished trial. Raises RunError if the run was resumed with another config."""
+    path, result, steps = trial.folder.path, trial.folder.read_result(), trial.config.trainer.max_steps
+    changed = find_changed_keys(trial.folder.read_options(), flatten_config(trial.config), AFFECT_RESULTS)
+    if changed or result.steps > steps:
+        key = (changed or ["trainer.max_steps"])[0]
+        raise RunError(f"{path}: was resumed with another {key} than the verdict's; move the folder elsewhere")
+    if result.steps < steps:
+        raise RunError(f"{path}: ended at step {result.steps} of {steps}; remove the callback that ended it")
+    try:
+        return get_number(result.to_dict(), objective, missing=math.inf)
+    except RunError as error:
+        raise RunError(f"{path}: {error}") from None
 
 
 def has_diverged(trial: Trial) -> bool:

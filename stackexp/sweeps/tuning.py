@@ -15,6 +15,8 @@ from stackexp.metric_tags import TOKENS_PER_SECOND
 from stackexp.runs import RunFolder
 from stackexp.sweeps.schema import Space, Values, find_space_errors
 
+MIN_DISTINCT = 200
+"""Values of a range that rounding keeps apart."""
 Tuned = dict[str, list[tuple[Values, list[float]]]]
 """Arm -> its points, each with the scores of the tuning seeds."""
 
@@ -68,13 +70,17 @@ class Tuning:
 
 
 def _scale(unit: float, space: Space) -> Any:
-    """Map a number in [0, 1) to a value of the space, rounded to three digits."""
+    """Map a number in [0, 1) to a value of the space, rounded to three digits, or to more in a narrow range."""
     if space.values is not None:
         return space.values[int(unit * len(space.values))]
     low, high = space.low or 0.0, space.high or 0.0
     end = high + 1 if space.int else high
     value = math.exp(math.log(low) + unit * math.log(end / low)) if space.log else low + unit * (end - low)
-    return min(math.floor(value), int(high)) if space.int else float(f"{value:.3g}")
+    if space.int:
+        return min(math.floor(value), int(high))
+    rounded = (float(f"{value:.{digits}g}") for digits in range(3, 18))
+    value = next(number for number in rounded if abs(number - value) <= (high - low) / MIN_DISTINCT)
+    return min(max(value, low), high)
 
 
 def choose_point(points: list[tuple[Values, list[float]]], effect: float) -> Values | None:
@@ -99,15 +105,17 @@ def estimate_noise(tuned: Tuned, baseline: str) -> tuple[float, float]:
 
     An arm's best half of points is paired with the baseline's, rank by rank. The variances of all arms are averaged.
     Arms share the baseline's runs, and points share seeds, so these variances are correlated. The correlation is taken
-    as 1/4: that of the squares of two numbers whose correlation is 1/2.
+    as 1/4: that of the squares of two numbers whose correlation is 1/2. Arms with the same config share all runs; they
+    count once, and not at all if the config is the baseline's, unless there are no other arms.
     """
     best = {arm: _select_best_half(points) for arm, points in tuned.items()}
+    distinct = {scores.tobytes(): scores for arm, scores in best.items() if arm != baseline}
+    others = [scores for key, scores in distinct.items() if key != best[baseline].tobytes()]
     variances = []
-    for arm, scores in best.items():
-        if arm != baseline:
-            count = min(len(scores), len(best[baseline]))
-            differences = scores[:count] - best[baseline][:count]
-            variances.append(np.var(differences, axis=1, ddof=1))
+    for scores in others or distinct.values():
+        count = min(len(scores), len(best[baseline]))
+        differences = scores[:count] - best[baseline][:count]
+        variances.append(np.var(differences, axis=1, ddof=1))
     num_points = statistics.fmean(map(len, variances))
     effective = (n / (1 + (n - 1) / 4) for n in (len(variances), num_points))
     degrees = (best[baseline].shape[1] - 1) * math.prod(effective)

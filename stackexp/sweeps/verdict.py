@@ -22,13 +22,13 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import find_origin, split_overrides
 from stackexp.config.yaml_files import Tree, display_path, read_file
 from stackexp.errors import ConfigError, RunError, StoppedError
-from stackexp.files import read_hashed_json, write_hashed_json
+from stackexp.files import hold_lock, read_hashed_json, write_hashed_json
 from stackexp.runs import DATE_FORMAT, RunFolder, hash_plugins
 from stackexp.sequential import LEVEL, MIN_PAIRS, MIN_PLANNED, Judgment, choose_batch, count_pairs, judge
 from stackexp.sweeps.question import FREE, STEP_OPTIONS, VerdictConfig, check_scaled, scale_steps
 from stackexp.sweeps.schema import SweepConfig, Values, expand, format_value
 from stackexp.sweeps.sweep import STEPS, Sweep
-from stackexp.sweeps.trials import Trial, compute_config_hash, get_number, has_diverged, read_failure
+from stackexp.sweeps.trials import Trial, compute_config_hash, has_diverged, read_failure, read_score
 from stackexp.sweeps.tuning import Tuned, Tuning, choose_point, estimate_noise, measure_speeds
 from stackexp.sweeps.worker import DevicePool, run_sweep
 
@@ -91,25 +91,10 @@ class QuestionStage:
         scores = {}
         for key, trial in self.trials.items():
             if trial.folder.is_finished:
-                scores[key] = _read_score(trial, objective or self.sweep.config.objective)
+                scores[key] = read_score(trial, objective or self.sweep.config.objective)
             elif has_diverged(trial):
                 scores[key] = math.inf
         return scores
-
-
-def _read_score(trial: Trial, objective: str) -> float:
-    """Return the score of a finished trial. Raises RunError if the run was resumed with another config."""
-    path, result, steps = trial.folder.path, trial.folder.read_result(), trial.config.trainer.max_steps
-    changed = find_changed_keys(trial.folder.read_options(), flatten_config(trial.config), AFFECT_RESULTS)
-    if changed or result.steps > steps:
-        key = (changed or [STEPS])[0]
-        raise RunError(f"{path}: was resumed with another {key} than the verdict's; move the folder elsewhere")
-    if result.steps < steps:
-        raise RunError(f"{path}: ended at step {result.steps} of {steps}; remove the callback that ended it")
-    try:
-        return get_number(result.to_dict(), objective, missing=math.inf)
-    except RunError as error:
-        raise RunError(f"{path}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -281,8 +266,12 @@ class Question:
 
         Raises what `read_plan` and `choose_plan` raise, and RunError if there are pairs without a plan.
         """
-        plan = self.read_plan()
-        if plan is None:
+        if plan := self.read_plan():
+            return plan
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with hold_lock(self.folder / f".{PLAN}.lock", f"{self.folder / PLAN}"):
+            if plan := self.read_plan():
+                return plan
             plan = self.choose_plan()
             if self.build_pairs(plan).read_scores():
                 raise RunError(
@@ -290,7 +279,6 @@ class Question:
                     "another name and first_seed"
                 )
             plan = dataclasses.replace(plan, written=time.strftime(DATE_FORMAT))
-            self.folder.mkdir(parents=True, exist_ok=True)
             write_hashed_json(self.folder / PLAN, dataclasses.asdict(plan))
         return plan
 
@@ -326,17 +314,17 @@ class Question:
     def _list_tuning_runs(self, values: dict[str, Values]) -> dict[str, list[RunFolder]]:
         """Return the finished tuning runs of each arm with the chosen values."""
         assert self.tuning is not None
+        assert self.config.tuning is not None
+        points = {arm: self.config.tuning.draw_points(arm) for arm in self.arms}
         runs: dict[str, list[RunFolder]] = {arm: [] for arm in self.arms}
-        for (arm, *_), trial in self.tuning.trials.items():
-            if trial.folder.is_finished and values[arm].items() <= trial.values.items():
+        for (arm, i, _), trial in self.tuning.trials.items():
+            if trial.folder.is_finished and points[arm][i] == values[arm]:
                 runs[arm].append(trial.folder)
         return runs
 
     def _equalize_time(self, values: dict[str, Values], speeds: dict[str, float]) -> None:
         """Add to the values of each arm the steps that take as long as the baseline's, and the schedule for them."""
-        sweep = self._build_sweep(self.name, [])
-        entries = {entry["name"]: {key: v for key, v in entry.items() if key != "name"} for entry in self.config.arms}
-        configs = {arm: sweep.build_trial(entries[arm] | values[arm], arm).config for arm in self.arms}
+        configs = self._build_configs(values)
         seconds = configs[self.baseline].total_tokens / speeds[self.baseline]
         for arm, config in configs.items():
             steps = max(1, round(seconds * speeds[arm] / config.data.global_batch_tokens))
@@ -344,6 +332,12 @@ class Question:
             lengths = {key: getattr(config.schedule, key, None) for key in ("warmup_steps", "decay_steps")}
             values[arm] |= {f"schedule.{key}": max(1, int(share * n)) for key, n in lengths.items() if n}
             values[arm][STEPS] = steps
+
+    def _build_configs(self, values: dict[str, Values]) -> dict[str, ExperimentConfig]:
+        """Compose the config of each arm with these values."""
+        sweep = self._build_sweep(self.name, [])
+        entries = {entry["name"]: {key: v for key, v in entry.items() if key != "name"} for entry in self.config.arms}
+        return {arm: sweep.build_trial(entries[arm] | values[arm], arm).config for arm in self.arms}
 
     def _build_plan(self, values: dict[str, Values], pairs: int) -> PairPlan:
         seeds = list(range(self.config.first_seed, self.config.first_seed + pairs))
@@ -400,7 +394,8 @@ class Question:
 
     def check_plugins(self) -> None:
         """Raise ConfigError if a run of this verdict had other contents of a plugin than the file has now."""
-        plugins = hash_plugins(self._build_sweep(self.name, []).base_trial.config.plugins)
+        configs = self._build_configs({arm: {} for arm in self.arms})
+        plugins = hash_plugins(list(dict.fromkeys(name for config in configs.values() for name in config.plugins)))
         for path in sorted(self.folder.glob("*/*/environment.json")) if plugins else ():
             for session in RunFolder(path.parent).read_sessions():
                 recorded = session.get("plugins", {})

@@ -81,7 +81,7 @@ class Verdict(ReportVerb):
             print("\n\n".join(map(format_runs, verdicts)))
             return 0
         from stackexp.reports.interventions import list_unmeasured
-        from stackexp.reports.verdict import open_pairs
+        from stackexp.reports.training_data import open_pairs
 
         for verdict in verdicts if not args.report else ():
             is_complete = verdict.run(args.launcher or "local", args.max_parallel, open_pairs)
