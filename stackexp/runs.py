@@ -171,12 +171,13 @@ class RunFolder:
         """Return the tags that metrics.jsonl contains for a step."""
         return {tag for line in self.read_metrics() if line["step"] == step for tag in line}
 
-    def truncate_after(self, step: int) -> None:
-        """Delete the metrics and checkpoints after `step`; a resumed run repeats these steps."""
+    def truncate_after(self, step: int, tag: str | None = None) -> None:
+        """Delete metrics and checkpoints after `step`, and lines of `step` with `tag`; a resumed run repeats these."""
         for path in self.list_checkpoints():
             if int(path.name) > step:
                 remove_checkpoint(path)
-        write_json_lines(self.metrics, (line for line in self.read_metrics() if line["step"] <= step))
+        kept = (line for line in self.read_metrics() if line["step"] <= step)
+        write_json_lines(self.metrics, (line for line in kept if line["step"] < step or tag not in line))
 
     @property
     def is_marked(self) -> bool:

@@ -16,7 +16,7 @@ from forks import Forks
 from records import losses, only_run
 
 from stackexp.config.compose import compose
-from stackexp.errors import InterruptedRunError, StoppedError
+from stackexp.errors import ConfigError, InterruptedRunError, StoppedError
 from stackexp.modules.metrics import StepMetrics
 from stackexp.runs import RunFolder
 from stackexp.training import signals
@@ -65,6 +65,13 @@ def test_callbacks_measure_then_request_then_log_then_save(tmp_path):
     )
     order = ["Throughput", "DataRecord", "StepRequests", "MetricsLog", "Progress"]
     assert [type(callback).__name__ for callback in built] == [*order, "MissedValidation", "StepCheckpoint"]
+
+
+def test_callbacks_that_save_checkpoints_are_refused(tmp_path):
+    entry = '{class: "lightning.pytorch.callbacks:ModelCheckpoint", options: {dirpath: mc}}'
+    config, folder = compose(["quickstart"], [f"trainer.callbacks=[{entry}]"]), RunFolder(tmp_path)
+    with pytest.raises(ConfigError, match=r"ModelCheckpoint is not supported.*; remove it, and set trainer.checkpoint"):
+        build_callbacks(config, Start(folder), MetricsLog(folder, config), SimpleNamespace(), [])
 
 
 def test_tokens_per_second_are_measured_between_step_ends(clock, module):
@@ -219,9 +226,8 @@ def make_checkpoint() -> StepCheckpoint:
 
 
 def make_device_trainer(device: torch.device) -> SimpleNamespace:
-    return SimpleNamespace(
-        global_step=0, should_stop=False, ckpt_path="1", strategy=SimpleNamespace(root_device=device)
-    )
+    strategy = SimpleNamespace(root_device=device)
+    return SimpleNamespace(global_step=0, should_stop=False, validating=False, ckpt_path="1", strategy=strategy)
 
 
 def test_every_rank_restores_the_cuda_state_of_rank_0(cuda_states):

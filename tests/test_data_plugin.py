@@ -1,5 +1,6 @@
 """A dataset outside the repository has the same rights as the built-in ones: training, evaluation, exact resume."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -54,3 +55,26 @@ def test_a_training_loader_without_a_state_is_refused():
     check_resumable(StepBatches(None, dict))
     with pytest.raises(RunError, match="list: the training loader has no state_dict"):
         check_resumable([])
+    check_resumable(Resumable())
+    with pytest.raises(RunError, match=r"Endless: .* has no length, so a resumed run would skip batches"):
+        check_resumable(Endless())
+
+
+class Endless:
+    """A loader with a state, of which Lightning loads one batch ahead."""
+
+    def __iter__(self):
+        return itertools.count()
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Resumable(Endless):
+    """A loader with a state and a length."""
+
+    def __len__(self):
+        return 9

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forks import Forks
-from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
 from records import only_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -34,6 +34,7 @@ from stackexp.training.loggers import (
     build_layout,
     build_loggers,
     find_sent_lines,
+    open_logger,
     send_line,
     write_points,
 )
@@ -176,6 +177,14 @@ def test_local_files_have_each_step_once_after_a_kill(tiny, tmp_path):
     step, loss = rows[0].index("step"), rows[0].index(LOSS)
     assert [(int(row[step]), float(row[loss])) for row in rows[1:] if row[loss]] == expected
     assert not (run.path / "hparams.yaml").exists()
+
+
+def test_files_in_the_folder_of_the_users_own_logger_are_kept(tmp_path):
+    logger = CSVLogger(tmp_path / "results", name="", version="")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "thesis.txt").write_text("kept")
+    open_logger(logger, compose(["quickstart"]), RunFolder(tmp_path / "run"))
+    assert (tmp_path / "results" / "thesis.txt").read_text() == "kept"
 
 
 @pytest.mark.process

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+from lightning.fabric.utilities.data import sized_len
 from tokenizers import Tokenizer
 from torch.utils.data import Sampler
 
@@ -73,12 +74,15 @@ class ExperimentData(pl.LightningDataModule):
 
 
 def check_resumable(loader: Any) -> None:
-    """Raise RunError for a training loader without a state, because a resumed run would repeat its batches."""
+    """Raise RunError for a training loader without a state or a length: a resumed run would repeat or skip batches."""
+    if isinstance(loader, StepBatches):
+        return
     has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    if not has_state and not isinstance(loader, StepBatches):
+    if not has_state or sized_len(loader) is None:  # without a length, Lightning loads one batch ahead
+        missing, effect = ("length", "skip") if has_state else ("state_dict", "repeat")
         raise RunError(
-            f"{type(loader).__name__}: the training loader has no state_dict, so a resumed run would repeat batches; "
-            "return StepBatches or a loader with state_dict and load_state_dict"
+            f"{type(loader).__name__}: the training loader has no {missing}, so a resumed run would {effect} batches; "
+            "return StepBatches, or a loader with a length, state_dict and load_state_dict"
         )
 
 

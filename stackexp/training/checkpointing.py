@@ -71,7 +71,12 @@ class _DistributedCheckpoints:
         pass
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Start writing a checkpoint; `storage_options` is {"writer": CheckpointWriter, "on_saved": callable}."""
+        """Start writing a checkpoint; `storage_options` is {"writer": CheckpointWriter, "on_saved": callable}.
+
+        Raises RunError if another callback than `StepCheckpoint` saves one.
+        """
+        if not storage_options:
+            raise RunError(f"{filepath}: a callback cannot save checkpoints; set trainer.checkpoint_interval instead")
         writer: CheckpointWriter = storage_options["writer"]
         writer.save(Path(filepath), self._collect_tensors(), checkpoint, storage_options["on_saved"])
 
@@ -125,6 +130,7 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
         self._tokenizer_sha256: str | None = None
         self._loaded: tuple[int, bool] | None = None  # step and `has_position` of the checkpoint that is resumed
         self._is_ended = False  # by a callback, before this session
+        self._should_stop = False  # at the end of this step, because a callback has stopped within it
 
     def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         # On a slow disk, writing a checkpoint can take longer than a timeout.
@@ -152,6 +158,7 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
             "config": to_dict(module.config),
             "accumulate_grad_batches": module.config.accumulate_grad_batches,
             "is_ended": trainer.should_stop,  # by a callback
+            "is_validated": trainer.validating,  # callbacks have the scores of this step
             "tokens": module.tokens,
             "tokenizer_sha256": self._tokenizer_sha256,
             "python_rng": random.getstate(),
@@ -174,6 +181,13 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
         if cuda_rng is not None and device.type == "cuda":
             torch.cuda.set_rng_state(cuda_rng, device)
         rescale_progress(checkpoint, state["accumulate_grad_batches"], module.config.accumulate_grad_batches)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *args: Any) -> None:
+        """Postpone a stop by a callback in the middle of a step, such as `Timer`, to its end, where it can be saved."""
+        is_step_end = trainer.global_step != self._step
+        self._should_stop |= trainer.should_stop
+        trainer.should_stop = self._should_stop and is_step_end
+        super().on_train_batch_end(trainer, module, *args)
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Save if the step requires it, then stop if requested."""

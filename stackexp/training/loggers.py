@@ -90,7 +90,7 @@ def _build_logger(entry: Any, config: ExperimentConfig, run: RunFolder) -> Logge
 
 def open_logger(logger: Logger, config: ExperimentConfig, run: RunFolder) -> None:
     """Open a logger, which may need a network, and log the options of a new run. Call it on rank 0 only."""
-    if isinstance(logger, CSVLogger):
+    if isinstance(logger, CSVLogger) and Path(logger.log_dir) == run.path / "csv":  # never a folder of the user
         shutil.rmtree(logger.log_dir, ignore_errors=True)
     is_new = True
     for cls, name in ((WandbLogger, "wandb"), (MLFlowLogger, "mlflow")):

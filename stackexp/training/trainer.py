@@ -8,13 +8,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.registry import build_class
-from stackexp.errors import RunError, first_line
+from stackexp.errors import ConfigError, RunError, first_line
 from stackexp.planning.memory_use import count_shards
 from stackexp.training.callbacks.downstream import Downstream
 from stackexp.training.callbacks.metrics_log import MetricsLog, Progress
@@ -67,6 +68,9 @@ def build_callbacks(
     comes before all others, so that its trace includes them.
     """
     own = [build_class("trainer.callbacks", entry, pl.Callback) for entry in config.trainer.callbacks]
+    if saving := [type(x).__name__ for x in own if isinstance(x, pl.callbacks.ModelCheckpoint | OnExceptionCheckpoint)]:
+        problem = f"{saving[0]} is not supported, because stackexp saves checkpoints itself"
+        raise ConfigError(f"trainer.callbacks: {problem}; remove it, and set trainer.checkpoint_interval")
     has_own_bar = any(isinstance(callback, pl.callbacks.ProgressBar) for callback in own)
     return [
         *([Profiler(start.folder.path, config.trainer.profile)] if config.trainer.profile else []),

@@ -214,6 +214,32 @@ def fail(*_):
     raise RunError("killed")
 
 
+STOPPER = """
+import lightning.pytorch as pl
+
+
+class Stopper(pl.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.should_stop |= batch_idx == 8
+"""
+
+
+@pytest.mark.parametrize("validation", ["5", "null"])
+def test_a_stop_in_the_middle_of_an_accumulated_step_ends_the_run_after_it(tiny, tmp_path, monkeypatch, validation):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stopper.py").write_text(STOPPER)
+    callback = {"class": f"{tmp_path}/stopper.py:Stopper", "options": {}}
+    options = [f"trainer.val_check_interval={validation}", "logging.progress_bar=false"]
+    options += [f"trainer.callbacks=[{json.dumps(callback)}]", "trainer.checkpoint_interval=100"]
+    assert main(["fit", "--config", str(tiny), *options]) == 0
+    run = only_run(tmp_path / "runs")
+    assert run.read_result().steps == 5, "micro-batches 8 and 9 are the fifth step"
+    assert run.newest_checkpoint().name == "00000005"
+    run.result.unlink()
+    assert main(["fit", "--run", str(run.path)]) == 0
+    assert run.read_result().steps == 5
+
+
 EARLY_STOPPING = {"monitor": "val/loss/average", "stopping_threshold": 100.0}  # the first validation is better
 
 
@@ -229,6 +255,22 @@ def test_early_stopping_holds_after_a_kill(tiny, tmp_path, monkeypatch):
     assert main(["fit", *options, "--ckpt_path", "last"]) == 0
     assert (run.read_result().steps, len(losses(run))) == (5, 5)
     assert [line["step"] for line in read_json_lines(run.path / "data.jsonl")] == [5]
+
+    # A kill after a logged validation: the callback, whose state is in the checkpoint before it, needs its scores again
+    shutil.rmtree(tmp_path / "runs")
+    patient = {"class": callback["class"], "options": EARLY_STOPPING | {"patience": 2, "min_delta": 10.0}}
+    del patient["options"]["stopping_threshold"]
+    waiting = [*options[:-1], f"trainer.callbacks=[{json.dumps(patient)}]", "trainer.checkpoint_interval=5"]
+    waiting.append("trainer.max_steps=30")
+    assert main(["fit", *waiting, "name=whole"]) == 0
+    whole = only_run(tmp_path / "runs", "whole")
+    assert whole.read_result().steps == 15, "the second validation without an improvement"
+    killed = RunFolder(Path(shutil.copytree(whole.path, tmp_path / "runs/killed/0")))
+    killed.result.unlink()
+    shutil.rmtree(killed.newest_checkpoint())
+    assert killed.newest_checkpoint().name == "00000010"
+    assert main(["fit", "--run", str(killed.path)]) == 0
+    assert record(killed) == record(whole)
 
     shutil.rmtree(tmp_path / "runs")
     with monkeypatch.context() as patch:

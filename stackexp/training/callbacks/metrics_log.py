@@ -55,6 +55,7 @@ class MetricsLog(StepCallback):
         self._run, self._config, self._list_score_tags = run, config, list_score_tags
         self._loggers = list(loggers)
         self._sent: dict[Logger, SentLines] = {}  # by sessions before this one
+        self._repeats_validation = False
         self.last_line: dict[str, Any] = {}
 
     def open_loggers(self, trainer: pl.Trainer) -> None:
@@ -63,13 +64,18 @@ class MetricsLog(StepCallback):
             self._call_loggers(lambda logger: open_logger(logger, self._config, self._run))
             trainer.loggers = list(self._loggers)
 
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """Repeat a validation that came after the checkpoint if callbacks of the user need its scores, again."""
+        is_validated = checkpoint["stackexp"].get("is_validated", False)
+        self._repeats_validation = bool(self._config.trainer.callbacks) and not is_validated
+
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Open the log, and delete lines and checkpoints that are newer than the checkpoint the run resumes from."""
         super().on_train_start(trainer, module)
         if not trainer.is_global_zero:
             return
         self._call_loggers(self._find_sent_lines)
-        self._run.truncate_after(self._step)
+        self._run.truncate_after(self._step, AVERAGE_LOSS if self._repeats_validation else None)
         self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115
         self._call_loggers(lambda logger: self._start_logger(logger, trainer))
 
