@@ -16,6 +16,8 @@ pytest.importorskip("lm_eval")
 from stackexp import cli
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.benchmarks import prompts, tasks
+from stackexp.evaluation.benchmarks.evaluate import _open_cache, score_task
+from stackexp.evaluation.benchmarks.models import WholeAnswers
 from stackexp.evaluation.benchmarks.results import (
     TaskScores,
     average_tasks,
@@ -101,6 +103,44 @@ def test_answers_are_compared_as_text_or_by_the_number_after_the_mark():
 
 
 # Scores
+
+
+class ByteModel(WholeAnswers):
+    """A model that gives each of 256 bytes and an end the same probability."""
+
+    max_length = 4096
+    eot_token_id = prefix_token_id = 256
+
+    def tok_encode(self, text, add_special_tokens=None):
+        return list(text.encode())
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False):
+        return [(-len(after) * math.log(257), False) for _, _, after in requests]
+
+    def generate_until(self, requests, disable_tqdm=False):
+        return ["" for _ in requests]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("name", ["smollm2_arc_easy", "smollm2_hellaswag", "smollm2_winogrande", "smollm2_trivia_qa"])
+def test_bits_per_byte_count_all_bytes_that_are_scored(name, datasets):
+    """Prompts of hellaswag and winogrande end with a space, which is scored with the answer."""
+    scores = score_task(ByteModel(), TaskLoader(datasets).load(name))
+    assert scores.bits_per_byte == pytest.approx(math.log2(257), rel=1e-6)
+
+
+def test_two_commands_share_the_cache_of_responses(tmp_path):
+    output = tmp_path / "benchmarks.json"
+    with _open_cache(ByteModel(), output, ["model"]) as first:
+        first.dbdict["a"] = 1
+        first.dbdict.commit()
+        with _open_cache(ByteModel(), output, ["model"]) as second:
+            assert second.dbdict["a"] == 1
+        first.dbdict["b"] = 2
+        first.dbdict.commit()
+    assert not list(tmp_path.glob("*.db")) + list(tmp_path.glob(".*.db")), "the last one deletes it"
 
 
 def test_means_and_ratios_have_standard_errors():

@@ -17,7 +17,12 @@ import stackexp
 from stackexp import runs
 from stackexp.config.compose import load_config
 from stackexp.errors import ConfigError, RunError, first_line
-from stackexp.evaluation.benchmarks.models import RunModel, limit_new_tokens, load_hugging_face_model
+from stackexp.evaluation.benchmarks.models import (
+    RunModel,
+    count_scored_bytes,
+    limit_new_tokens,
+    load_hugging_face_model,
+)
 from stackexp.evaluation.benchmarks.results import (
     FILE,
     BenchmarkEvaluation,
@@ -30,7 +35,7 @@ from stackexp.evaluation.benchmarks.results import (
 from stackexp.evaluation.benchmarks.tasks import TaskLoader, check_installed
 from stackexp.evaluation.loading import load_run
 from stackexp.evaluation.request import identify_checkpoint, list_figure_options
-from stackexp.files import hash_values, read_json
+from stackexp.files import hash_values, hold_lock, read_json, try_lock
 from stackexp.models import checkpoints
 from stackexp.runs import DATE_FORMAT
 from stackexp.terminal import open_bar, wrap_text
@@ -130,22 +135,26 @@ def score_benchmarks(model: BenchmarkModel, options: BenchmarkOptions) -> None:
 def _open_cache(lm: Any, output: Path | None, identity: list[Any]) -> Iterator[Any]:
     """Yield the model with lm-eval's cache of responses next to `output`, which is deleted at the end, unless killed.
 
-    lm-eval looks up a response by its request only, so the file name identifies the model and the versions.
+    lm-eval looks up a response by its request only, so the file name identifies the model and the versions. Several
+    commands may share the file; the last one deletes it.
     """
     if output is None:
         yield lm
         return
     key = hash_values([identity, stackexp.__version__, lm_eval.__version__])[:16]
     path = output.with_name(f".{output.stem}-{key}.responses.db")
-    cached = CachingLM(lm, str(path))
-    try:
-        yield cached
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("rerun the command to score the rest") from None
-    else:
-        path.unlink()
-    finally:
-        cached.dbdict.close()
+    lock = path.with_suffix(".lock")
+    with hold_lock(lock, f"{path}", shared=True):
+        cached = CachingLM(lm, str(path))
+        try:
+            yield cached
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("rerun the command to score the rest") from None
+        finally:
+            cached.dbdict.close()
+    if last := try_lock(lock):
+        with last:
+            path.unlink(missing_ok=True)
 
 
 def _report(
@@ -247,13 +256,13 @@ def _measure_answers(lm: Any, task: Any, samples: list[dict[str, Any]]) -> list[
         ]
         with contextlib.redirect_stderr(io.StringIO()):
             scores = [score for score, _ in lm.loglikelihood(requests)]
-        return [(score, len(answer.encode())) for score, (_, answer) in zip(scores, pairs, strict=True)]
+        return [(score, count_scored_bytes(*pair)) for score, pair in zip(scores, pairs, strict=True)]
     measured = []
     for sample in samples:
         number = _find_answer(task, sample["doc"]) if task.OUTPUT_TYPE == "multiple_choice" else 0
         response = sample["filtered_resps"][number]
         score = response[0] if isinstance(response, tuple | list) else response
-        measured.append((score, len(sample["arguments"][number][-1].encode())))
+        measured.append((score, count_scored_bytes(*sample["arguments"][number])))
     return measured
 
 

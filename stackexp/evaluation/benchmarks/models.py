@@ -28,6 +28,12 @@ def limit_new_tokens(options: dict[str, Any], max_length: int) -> int:
     return min(normalize_gen_kwargs(options)["max_gen_toks"], max_length // 2)
 
 
+def count_scored_bytes(*texts: str) -> int:
+    """Return the bytes of an answer and of the spaces at the end of its prompt, if any, which are scored with it."""
+    prompt, answer = "".join(texts[:-1]), texts[-1]
+    return len((prompt[len(prompt.rstrip()) :] + answer).encode())
+
+
 class WholeAnswers(TemplateLM):
     """A base class that scores every token of an answer. lm-eval itself skips a token that also ends the prompt.
 
