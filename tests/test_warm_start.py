@@ -156,6 +156,18 @@ def test_loaded_weights_are_those_of_the_source(config, trained):
     assert sum("layers.0." in name for name in start.names) == 9
 
 
+def test_skipping_the_memory_skips_both_memories_of_a_block(config, tmp_path):
+    options = ("model.memory.site=each_sublayer",)
+    weights = tmp_path / "both.safetensors"
+    save_file(dict(Transformer(config(*options).model).state_dict()), weights)
+    given = (*options, f"warm_start.weights={weights}")
+    assert any("attention_memory" in name for name in prepare_warm_start(config(*given)).names)
+    start = prepare_warm_start(config(*given, "warm_start.skip=[memory]", "warm_start.memory=identity"))
+    assert not [name for name in start.names if "memory" in name]
+    start = prepare_warm_start(config(*given, "warm_start.skip=[attention_memory]"))
+    assert {name.split(".")[2] for name in start.names if "memory" in name} == {"memory"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -134,8 +134,12 @@ def match_tensors(path: Path, stored: Mapping[str, torch.Size], model: nn.Module
 
 
 def _matches(name: str, parts: Collection[str]) -> bool:
-    """Return True if one of `parts` is a tensor's name or whole parts of it: memory, layers.0, layers.*.memory.up."""
-    return any(fnmatchcase(f".{name}.", f"*.{part}.*") for part in parts)
+    """Return True if one of `parts` is a tensor's name or whole parts of it: memory, layers.0, layers.*.memory.up.
+
+    "memory" includes the memory after the attention (`site: each_sublayer`).
+    """
+    names = {name, name.replace(".attention_memory.", ".memory.")}
+    return any(fnmatchcase(f".{name}.", f"*.{part}.*") for name in names for part in parts)
 
 
 def _group(names: Iterable[str]) -> list[str]:
