@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
+from records import only_run
 from safetensors.torch import save_file
 
 import stackexp
@@ -98,6 +99,19 @@ def test_scores_are_those_of_validate_and_nothing_is_written(trained):
     assert not run.model.training
     with pytest.raises(ConfigError, match=r"'up'.*left, right"):
         run.validate(["up"])
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64)])
+def test_a_run_is_loaded_in_the_precision_of_its_weights(tiny, tmp_path, precision, dtype):
+    options = [f"trainer.precision={precision}", "trainer.max_steps=3", "logging.progress_bar=false"]
+    assert main(["fit", "--config", str(tiny), *options]) == 0
+    folder = only_run(tmp_path / "runs")
+    run = stackexp.load_run(folder.path)
+    assert {parameter.dtype for parameter in run.model.parameters()} == {dtype}
+    before = run.logits("left of the house")
+    losses = run.validate()["loss"]
+    assert losses.to_dict() == {name: scores["loss"] for name, scores in folder.read_result().figures["sets"].items()}
+    assert torch.equal(run.logits("left of the house"), before), "an evaluation changes nothing"
 
 
 def test_modified_runs_have_the_same_weights_and_another_memory(trained):

@@ -31,6 +31,8 @@ from stackexp.modules.optimizers import WeightAverage
 from stackexp.stack.dispatch import HAS_TRITON
 
 log = logging.getLogger(__name__)
+TRUE_PRECISIONS = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
+"""Types of the weights, if they are not float32."""
 Batch = dict[str, Any]
 """A batch of a data module: tensors by name, and numpy arrays and numbers that stay on the CPU."""
 
@@ -84,6 +86,7 @@ class TrainingModule(pl.LightningModule):
         self.model.checkpoint_blocks = config.trainer.recompute_mode
         self.is_compiled = compile_model(self.model, config.trainer.compile, device_type, self.has_fixed_lengths)
         if weights is not None and not config.trainer.is_sharded:
+            self.model.to(TRUE_PRECISIONS.get(config.trainer.precision, torch.float32))
             load_weights(self.model, weights)
         self.step_metrics = StepMetrics()
         self.validation_probes = StepMetrics()
