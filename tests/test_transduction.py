@@ -83,6 +83,27 @@ def test_rank_average_equals_the_full_batch_metrics():
         assert parts[tag] == pytest.approx(whole[tag], rel=1e-5)
 
 
+def test_ranks_with_other_numbers_of_answers_train_on_the_loss_of_the_whole_batch(monkeypatch):
+    """A task outside the repository may have strings with different numbers of answers."""
+    task = TASKS["stack_manipulation"]
+
+    def sample(self, *args, **kwargs):
+        batch = original(self, *args, **kwargs)
+        targets = batch.targets.copy()
+        for row, length in enumerate(range(len(targets))):
+            targets[row, 1 + length :] = NO_TARGET
+        return batch._replace(targets=targets, mask=batch.mask & (targets != NO_TARGET))
+
+    original = type(task).sample
+    monkeypatch.setattr(type(task), "sample", sample)
+    model = build("trainer.z_loss=0.1", "model.memory.entropy_weight=0", "data.label_smoothing=0.1")
+    whole = model.training_step(draw_batch(), 0).item()
+    parts = [model.training_step(draw_batch(rank=rank, world_size=3), 0).item() for rank in range(3)]
+    assert np.mean(parts) == pytest.approx(whole, rel=1e-6)
+    counts = [(draw_batch(rank=rank, world_size=3)["targets"] != NO_TARGET).sum().item() for rank in range(3)]
+    assert len(set(counts)) == 3
+
+
 def test_tokens_are_counted_and_resumed():
     model, seen = build(), 0
     for step in (1, 2, 3):

@@ -10,7 +10,7 @@ from stackexp.config.data import FormalLanguageConfig
 from stackexp.datamodules.base import ExperimentData, RankBatches, SetBatches, StepBatches
 from stackexp.errors import SetNameError
 from stackexp.files import hash_values
-from stackexp.tasks import TASKS, Task, TaskBatch
+from stackexp.tasks import NO_TARGET, TASKS, Task, TaskBatch
 
 # An evaluation set is sampled from the seed [length, 0, stage seed], a training batch from [seed, step], which numpy
 # treats as [seed, step, 0]. They never coincide, because steps begin at 1 and no stage seed is 0. The stage seeds 2
@@ -51,10 +51,10 @@ class FormalLanguageData(ExperimentData):
     """Batches of strings of one length L with answers of O symbols.
 
     Every batch has tokens int64 [B, L + O] (the symbols, then O empty tokens; [B, O] for tasks that answer at every
-    token), targets int64 [B, O] and mask bool [B, O], True for the symbols that accuracy counts. Training
-    batches also have `length`, `max_length` (the curriculum's maximum at this step) and `counted` (the counted symbols
-    per rank, a mean over ranks). Evaluation batches also have index int64 [B], the numbers of the strings (-1:
-    padding).
+    token), targets int64 [B, O] and mask bool [B, O], True for the symbols that accuracy counts. Training batches also
+    have `length`, `max_length` (the curriculum's maximum at this step), `counted` and `answers` (the counted symbols
+    and the targets per rank, means over ranks). Evaluation batches also have index int64 [B], the numbers of the
+    strings (-1: padding).
     """
 
     def __init__(self, config: FormalLanguageConfig, seed: int = 0):
@@ -87,9 +87,10 @@ class FormalLanguageData(ExperimentData):
             length = max_length
         rank, world_size = self.rank_and_world_size
         strings = self.task.sample(rng, self.config.batch_size, length, self.config.loop_fraction)
-        counted = float(strings.mask.sum()) / world_size
+        counted, answers = (float(x.sum()) / world_size for x in (strings.mask, strings.targets != NO_TARGET))
         rows = TaskBatch(*(part[rank::world_size] for part in strings))
-        return build_string_batch(rows, self.task) | {"length": length, "max_length": max_length, "counted": counted}
+        means = {"counted": counted, "answers": answers}
+        return build_string_batch(rows, self.task) | {"length": length, "max_length": max_length} | means
 
     def train_dataloader(self) -> StepBatches:
         """Return an endless loader that starts after the trainer's current step."""

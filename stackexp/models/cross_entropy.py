@@ -28,6 +28,10 @@ class Losses(NamedTuple):
     cross_entropy: Tensor
     z: Tensor | None  # squared log partition function; None without z_loss
 
+    def scale(self, factor: Tensor) -> "Losses":
+        """Return the losses times a factor."""
+        return Losses(factor * self.total, factor * self.cross_entropy, None if self.z is None else factor * self.z)
+
 
 class Head(NamedTuple):
     """The projection of hidden states to logits."""
