@@ -13,6 +13,7 @@ result.json        written last, atomically; if it exists, the run is finished
 
 import contextlib
 import importlib.metadata
+import logging
 import os
 import platform
 import re
@@ -48,6 +49,8 @@ from stackexp.files import (
     write_json_lines,
 )
 from stackexp.run_result import RunResult
+
+log = logging.getLogger(__name__)
 
 MARKER = ".stackexp"
 MARKER_TEXT = "A run folder of stackexp: `fit --run` resumes it, `runs remove` deletes it.\n"
@@ -227,7 +230,7 @@ class RunFolder:
 
         Writes config.yaml and tokenizer.json, adds this process to environment.json (one entry per session) and deletes
         partial checkpoints that a kill left behind. If the config has changed, the old one is kept as
-        config.step-N.yaml.
+        config.step-N.yaml. Warns about a plugin that has changed since the last session.
 
         Raises:
             FolderBusyError: Another process uses the folder, or has saved another checkpoint than `newest`.
@@ -250,6 +253,10 @@ class RunFolder:
             session = describe_environment() | ({"origin": origin} if origin else {})
             if plugins := hash_plugins(config.plugins):
                 session["plugins"] = plugins
+                for last in self.read_sessions()[-1:]:
+                    for name in plugins.keys() & last.get("plugins", {}).keys():
+                        if plugins[name] != last["plugins"][name]:
+                            log.warning("%s: changed since the last session of this run", name)
             if tokenizer is not None:
                 if self.read_tokenizer_hash() is None or not self.tokenizer.exists():
                     write_atomically(self.tokenizer, tokenizer)

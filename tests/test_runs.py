@@ -228,6 +228,20 @@ def test_damaged_changed_or_newer_results_are_refused(config):
         folder.read_result()
 
 
+def test_a_changed_plugin_is_warned_about(config, tmp_path, caplog):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("RATE = 1\n")
+    config = dataclasses.replace(config, plugins=[str(plugin)])
+    folder = create_run(config)
+    for text, warnings in (
+        ("RATE = 1\n", []),
+        ("RATE = 2\n", [f"{plugin}: changed since the last session of this run"]),
+    ):
+        plugin.write_text(text)
+        with folder.start_session(config):
+            assert caplog.messages == warnings
+
+
 def test_the_environment_needs_no_installed_stackexp(monkeypatch):
     def find_version(name):
         assert name != "stackexp", "a source tree on PYTHONPATH has no metadata"
