@@ -240,6 +240,7 @@ def append_json_line(path: Path, value: dict[str, Any]) -> None:
     """
     line = json.dumps(value, ensure_ascii=False) + "\n"
     with open(path, "ab+", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed: a failed write is undone
         size = file.seek(0, os.SEEK_END)
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             line = "\n" + line
@@ -283,9 +284,14 @@ def hold_lock(path: Path, purpose: str, *, shared: bool = False) -> Iterator[Non
 
 
 def is_locked(path: Path, *, count_shared: bool = False) -> bool:
-    """Return True if a process holds an exclusive lock on `path`, or with `count_shared` any lock."""
+    """Return True if a process holds an exclusive lock on `path`, or with `count_shared` any lock.
+
+    On NFS, `count_shared` requires write access; elsewhere, read access is enough.
+    """
     try:
-        file = _lock(path, not count_shared, fcntl.LOCK_NB, mode="r+" if count_shared else "r")
+        file = _lock(
+            path, not count_shared, fcntl.LOCK_NB, mode="r+" if count_shared and os.access(path, os.W_OK) else "r"
+        )
     except FileNotFoundError:
         return False
     if file is not None:

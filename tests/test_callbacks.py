@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from config_files import BASE, compose_error
@@ -19,7 +20,7 @@ from stackexp.config.compose import compose
 from stackexp.errors import ConfigError, InterruptedRunError, StoppedError
 from stackexp.modules.metrics import StepMetrics
 from stackexp.runs import RunFolder
-from stackexp.training import signals
+from stackexp.training import checkpointing, signals
 from stackexp.training.callbacks import steps
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.callbacks.metrics_log import MetricsLog
@@ -228,6 +229,27 @@ def make_checkpoint() -> StepCheckpoint:
 def make_device_trainer(device: torch.device) -> SimpleNamespace:
     strategy = SimpleNamespace(root_device=device)
     return SimpleNamespace(global_step=0, should_stop=False, validating=False, ckpt_path="1", strategy=strategy)
+
+
+def test_the_global_random_state_of_numpy_is_restored():
+    np.random.seed(3)
+    checkpoint = save_state(CPU)
+    expected = np.random.random(3).tolist()
+    load_state(CPU, checkpoint)
+    assert np.random.random(3).tolist() == expected
+    del checkpoint["stackexp"]["numpy_rng"]
+    load_state(CPU, checkpoint)  # of an earlier version
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_training(monkeypatch, caplog):
+    def fail(path):
+        raise OSError(39, "Directory not empty")
+
+    callback = make_checkpoint()
+    callback._folder = SimpleNamespace(best_checkpoint=lambda: None, list_checkpoints=lambda: [Path("1")] * 9)
+    monkeypatch.setattr(checkpointing, "remove_checkpoint", fail)
+    callback._delete_old()
+    assert "could not delete an old checkpoint: [Errno 39] Directory not empty" in caplog.text
 
 
 def test_every_rank_restores_the_cuda_state_of_rank_0(cuda_states):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from forks import Forks
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.testing import assert_close
 
 from stackexp.config.compose import to_yaml
+from stackexp.errors import RunError
 from stackexp.models import checkpoints
 from stackexp.models.checkpoints import CheckpointWriter, Reader
 from stackexp.runs import MANIFEST, write_manifest
@@ -82,6 +84,14 @@ def test_a_checkpoint_holds_its_own_step_while_training_continues(tmp_path, monk
     with pytest.raises(AssertionError):
         assert_equal(collect_tensors(model, optimizer), expected)
     assert checkpoints.load_state(path) == make_state()
+
+
+def test_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path):
+    writer, path = CheckpointWriter(), tmp_path / "00000003"
+    state = make_state() | {"callbacks": {"Mine": {"best": np.float64(1)}}}
+    with pytest.raises(RunError, match="state of a callback, loader or data module has other values than tensors"):
+        writer.save(path, collect_tensors(*make_model()), state, lambda: None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_progress_is_noted_while_files_grow(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import multiprocessing
+import os
 import time
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from stackexp.data.token_files import write_token_file
 from stackexp.data.tokenizer import KnownTokenizer, count_token_bytes, train_tokenizer
 from stackexp.data.units import write_documents
 from stackexp.datamodules.pretraining import build_perplexity_loader
+from stackexp.errors import RunError
 from stackexp.modules.metrics import ChunkLosses
 from stackexp.modules.scores import compute_set_scores
 
@@ -75,6 +77,13 @@ def test_a_text_file_is_one_document(tmp_path, known):
     assert read_tokens(open_one(tmp_path / "a.txt", known)) != IDS
     (tmp_path / "text.txt").write_text(TEXTS[0] + TEXTS[1])
     assert read_tokens(open_one(tmp_path / "text.txt", known)) == [*TOKENIZER.encode(TEXTS[0] + TEXTS[1]).ids, 0]
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9.npy", b"a\nb.npy"], ids=["latin-1", "line feed"])
+def test_names_that_cannot_be_written_are_refused_at_once(tmp_path, name):
+    write_raw(tmp_path / os.fsdecode(name))
+    with pytest.raises(RunError, match="is not UTF-8 or has control characters; rename it"):
+        find_sets("mine", tmp_path)
 
 
 def test_lines_without_a_document_are_skipped_with_a_warning(tmp_path, known, caplog):

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -107,6 +108,33 @@ def test_a_line_that_does_not_fit_on_the_disk_is_removed(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     files.append_json_line(path, {"c": 3})
     assert list(files.read_json_lines(path)) == [{"a": 1}, {"c": 3}]
+
+
+def test_a_line_waits_for_that_of_another_process(tmp_path):
+    """Otherwise a write that fails could undo the other line as well."""
+    path = tmp_path / "lines.jsonl"
+    with open(path, "a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        writer = threading.Thread(target=files.append_json_line, args=(path, {"a": 1}))
+        writer.start()
+        writer.join(0.2)
+        assert writer.is_alive()
+        assert not path.read_text()
+    writer.join(30)
+    assert list(files.read_json_lines(path)) == [{"a": 1}]
+
+
+def test_shared_locks_are_visible_without_write_access(tmp_path, monkeypatch):
+    path = tmp_path / "lock"
+    path.touch()
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    modes = []
+    real = files.open_regular
+    monkeypatch.setattr(files, "open_regular", lambda path, mode: modes.append(mode) or real(path, mode))
+    assert not files.is_locked(path, count_shared=True)
+    assert modes == ["r"]
+    with files.try_lock(path, shared=True):
+        assert files.is_locked(path, count_shared=True)
 
 
 def test_lock_ends_with_its_holder_even_if_a_forked_child_survives(tmp_path):

@@ -53,6 +53,15 @@ def test_torchrun_must_start_as_many_processes_as_the_config_says(monkeypatch, c
         _find_environment(TrainerConfig(devices=2))
 
 
+def test_torchrun_may_be_started_by_srun(monkeypatch):
+    """One task per node, each of which starts a process per device."""
+    variables = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    environment, children = _find_environment(TrainerConfig(devices=8, num_nodes=2))
+    assert (type(environment).__name__, children) == ("TorchElasticEnvironment", [])
+
+
 def wait_for_child(*_: object) -> int:
     """Wait as rank 2, which starts rank 3 on the second node of two."""
     os.environ["NODE_RANK"] = "1"

@@ -105,6 +105,12 @@ def test_zstd_files_may_have_large_windows_and_several_frames(tmp_path):
         assert "\n" not in str(error.value)
 
 
+def test_a_file_with_only_a_byte_order_mark_has_no_document(tmp_path):
+    (tmp_path / "a.txt").write_text("", encoding="utf-8-sig")
+    (source,) = find_sources(tmp_path)
+    assert list(readers.read_pieces(source)) == []
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path, name):
     text = "text\n" if name == "a.txt" else json.dumps({"text": "text\n"})

@@ -231,6 +231,14 @@ def test_cores_are_divided_among_trials(monkeypatch):
         assert (machine.threads, len(fill(machine, trial))) == (threads, parallel)
 
 
+def test_a_diverged_trial_is_recognized_whichever_rank_reports_last(study):
+    trial, cause = study.trials[0], "step 5: loss nan with gradient norm nan on samples [1]"
+    trial.folder.path.mkdir(parents=True, exist_ok=True)
+    for lines in ([f"error: {cause}", f"error: rank 1: {cause}"], [f"error: rank 1: {cause}", f"error: {cause}"]):
+        trial.log.write_text("\n".join(["=== started now", *lines]))
+        assert find_cause(trial, 1) == cause
+
+
 def test_the_cause_of_a_failure_is_a_signal_or_an_exit_code(study):
     trial = study.trials[0]
     assert find_cause(trial, -9) == "killed by SIGKILL"

@@ -64,6 +64,12 @@ def test_a_real_npy_is_flattened(tmp_path, dtype):
     assert file.tokens.tolist() == [0, 1, 2, 3, 4, 5]
 
 
+def test_bytes_after_the_array_of_an_npy_are_refused(tmp_path):
+    (tmp_path / "two.npy").write_bytes(save_array(np.arange(10, dtype="<u2")) + save_array(np.arange(5, dtype="<u2")))
+    with pytest.raises(RunError, match=r"two\.npy: 138 bytes follow the array, such as another array; write one per"):
+        TokenFile(tmp_path / "two.npy")
+
+
 def save_array(array):
     file = io.BytesIO()
     np.save(file, array)
@@ -361,6 +367,16 @@ def test_megatron_documents_without_end_of_text_are_not_scored(tokenizer, ids, t
     command = f"data prepare {tmp_path}/without.bin --to FOLDER --tokenizer {tokenizer}"
     with pytest.raises(RunError, match=f"has documents without end-of-text; run: python -m stackexp {command}"):
         open_one(tmp_path / "without.bin", known, vocab_size=known.vocab_size)
+
+
+def test_an_end_of_text_that_does_not_fit_the_type_of_megatrons_ids_is_added(tmp_path):
+    path = tmp_path / "bytes.bin"
+    np.arange(250, 256, dtype="u1").tofile(path)
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 1, 2, 3)
+    lengths, starts, bounds = np.array([4, 2], "<i4"), np.array([0, 4], "<i8"), np.arange(3, dtype="<i8")
+    path.with_suffix(".idx").write_bytes(header + lengths.tobytes() + starts.tobytes() + bounds.tobytes())
+    (ids,) = TokenFile(path).read_blocks(257, end=256)
+    assert ids.tolist() == [250, 251, 252, 253, 256, 254, 255, 256]
 
 
 def test_file_without_end_of_text_is_one_document_with_a_warning(tokenizer, tmp_path, capsys):

@@ -100,7 +100,10 @@ def _limit_bytes(documents: list[dict[str, str]], max_bytes: int) -> list[dict[s
 
 
 def cut_document(text: str) -> Iterator[str]:
-    """Cut a text between paragraphs into documents of at most MAX_CHARACTERS, unless one paragraph is longer."""
+    """Cut a text between paragraphs into documents of at most MAX_CHARACTERS, not counting empty lines.
+
+    A longer paragraph is a document of its own.
+    """
     part: list[str] = []
     size = 0
     for paragraph in text.split("\n\n"):

@@ -109,6 +109,8 @@ def _find_in_folder(name: str, folder: Path) -> dict[str, Path]:
         is_loop = entry.is_symlink() and entry.is_dir() and folder.resolve().is_relative_to(entry.resolve())
         if is_loop or entry.name.startswith("."):
             continue
+        if not entry.name.isprintable():  # such as bytes that are not UTF-8
+            raise RunError(f"{folder}: the name {entry.name!a} is not UTF-8 or has control characters; rename it")
         stem = f"{name}/{_remove_suffix(entry)}"
         if entry.is_dir() and not _is_set(entry):
             inside = _find_in_folder(stem, entry)

@@ -190,11 +190,12 @@ def _read_text(source: Source, raw: BinaryIO) -> Iterator[Piece | BadLine]:
     elif source.size:
         raw.seek(0)
         text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
-        part = text.read(PIECE_CHARACTERS)
+        part = text.read(PIECE_CHARACTERS)  # empty if the file has only a byte order mark
         while following := text.read(PIECE_CHARACTERS):
             yield Piece(part, False)
             part = following
-        yield Piece(part, True)
+        if part:
+            yield Piece(part, True)
         text.detach()
 
 

@@ -154,6 +154,8 @@ class TokenFile:
             order = "" if array.flags.c_contiguous else " in Fortran order"
             found = f"{array.dtype.name} {list(array.shape)}{order}"
             raise RunError(f"{self.name}: expected token ids, found {found}; write it as a 1-d array of integers")
+        if rest := self.path.stat().st_size - array.offset - array.nbytes:
+            raise RunError(f"{self.name}: {rest:,} bytes follow the array, such as another array; write one per file")
         return np.memmap(self.path, array.dtype, "r", array.offset, (array.size,))
 
     def read_blocks(
@@ -189,6 +191,7 @@ class TokenFile:
             return ids
         first, last = np.searchsorted(self.document_ends, (begin, begin + len(ids)), "right")
         ends = self.document_ends[first:last] - begin
+        ids = ids.astype(np.result_type(ids.dtype, np.min_scalar_type(end)))  # the id may not fit, such as 256 of bytes
         return np.insert(ids, ends[ids[ends - 1] != end], end)
 
 

@@ -35,7 +35,8 @@ class PretrainingData(ExperimentData):
     among the scored chunks of its set (-1: padding).
 
     A training epoch is a whole number of optimizer steps. Sequences that do not fill the last global batch are skipped;
-    these differ from epoch to epoch. Epochs repeat, each in a new order, until the trainer stops.
+    these differ from epoch to epoch, unless `shuffle` is off. Epochs repeat, each in a new order, until the trainer
+    stops.
 
     Evaluation batches also have length int64 [B], the tokens of each chunk; see data/evaluation_sets.py.
     """

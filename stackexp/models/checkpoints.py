@@ -131,6 +131,11 @@ def _write_state(partial: Path, state: dict[str, Any]) -> None:
         with open(partial / STATE, "wb") as file:
             torch.save(state, file)
             sync_file(file)
+        torch.load(partial / STATE, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        reason = "the state of a callback, loader or data module has other values than tensors, numbers, text, lists"
+        raise RunError(f"{partial}: {reason} and dicts, and could not be loaded again ({first_line(error)})") from None
     except (OSError, RuntimeError) as error:  # on a full disk torch's zip writer fails to close and hides the OSError
         shutil.rmtree(partial, ignore_errors=True)
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None

@@ -306,6 +306,6 @@ def find_cause(trial: Trial, exit_code: int) -> str:
         return f"killed by {signal.Signals(-exit_code).name}"
     log = trial.log.read_text(encoding="utf-8", errors="replace") if trial.log.exists() else ""
     lines = [line.strip() for line in log.rpartition(START_MARK)[2].splitlines()[1:] if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    errors = [re.sub(r"^error: (rank \d+: )?", "", line) for line in lines if line.startswith("error: ")]
     last = re.sub(r"\s+", " ", (errors or lines or ["no output"])[-1])
     return last if errors else f"exit code {exit_code} without a result: {last}"

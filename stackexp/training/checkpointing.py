@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
@@ -162,6 +163,9 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
             "tokens": module.tokens,
             "tokenizer_sha256": self._tokenizer_sha256,
             "python_rng": random.getstate(),
+            "numpy_rng": [
+                value.tolist() if isinstance(value, np.ndarray) else value for value in np.random.get_state()
+            ],
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         }
@@ -175,6 +179,8 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
         )
         self._loaded = checkpoint["global_step"], has_position(checkpoint)
         random.setstate(state["python_rng"])
+        if "numpy_rng" in state:  # not in checkpoints of earlier versions
+            np.random.set_state(tuple(state["numpy_rng"]))
         torch.set_rng_state(state["torch_rng"])
         cuda_rng = state["cuda_rng"]
         device = trainer.strategy.root_device  # `module` may still be on the CPU
@@ -224,10 +230,13 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
             self.on_validation_epoch_end(trainer, module)
 
     def _delete_old(self) -> None:
-        best = self._folder.best_checkpoint()
-        for old in self._folder.list_checkpoints()[: -self._config.keep_checkpoints]:
-            if old != best:
-                remove_checkpoint(old)
+        try:
+            best = self._folder.best_checkpoint()
+            for old in self._folder.list_checkpoints()[: -self._config.keep_checkpoints]:
+                if old != best:
+                    remove_checkpoint(old)
+        except (OSError, RunError) as error:  # such as a file that another process reads over NFS
+            log.warning("could not delete an old checkpoint: %s", first_line(error))
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._writer.wait()

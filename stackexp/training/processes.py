@@ -172,7 +172,8 @@ def _exit_with_children(children: list[subprocess.Popen], devices: int) -> Itera
 def _find_environment(trainer: TrainerConfig) -> tuple[ClusterEnvironment, list[subprocess.Popen]]:
     """Return the launcher's environment, and the processes started here."""
     counts = {"torchrun": int(os.environ["WORLD_SIZE"])} if "TORCHELASTIC_RUN_ID" in os.environ else {}
-    if (by_srun := int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))) > 1:  # one task may start the others itself
+    by_srun = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if by_srun > 1 and not counts:  # one task may start the others itself, and torchrun may be started by srun
         counts["srun"] = by_srun
     for launcher, count in counts.items():
         if count != trainer.world_size:
