@@ -257,7 +257,7 @@ def test_a_network_that_forgets_differs_after_many_repetitions(tmp_path, capsys,
             break
     for batch_size in (None, 16):
         machine = NetworkMachine(model, 2, batch_size=batch_size)
-        found, loops, repeated = regular.repeat_loops(machine, known, 3 * wrong_after, 3 * wrong_after)
+        found, _, loops, repeated = regular.repeat_loops(machine, known, 3 * wrong_after, 3 * wrong_after)
         assert loops == 8
         assert repeated < loops
         assert len(found) == length
@@ -289,7 +289,7 @@ def test_loops_stop_after_all_states_repeat(parity):
     machine = NetworkMachine(load_run(parity[1], parity[3]).model, 2, batch_size=regular.BATCH_SIZE)
     read, lengths = machine.read, []
     machine.read = lambda cache, tokens: lengths.append(cache.length) or read(cache, tokens)
-    assert regular.repeat_loops(machine, REGULAR["parity_check"](), 5000, 5000) == (None, 8, 8)
+    assert regular.repeat_loops(machine, REGULAR["parity_check"](), 5000, 5000) == (None, None, 8, 8)
     assert 200 <= max(lengths) + 1 < 220
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from known_networks import Exact, Forgetful
 
 from stackexp.certification import regular
@@ -51,11 +52,55 @@ def test_strings_that_a_grammar_forbids_have_no_output():
 def test_a_difference_outside_of_the_task_rejects_no_network(monkeypatch):
     known, loaded = REGULAR["missing_duplicate"](), SimpleNamespace(config=compose(["formal/stacktrans"]))
     for string, is_of_task in (((0, 2, 0, 1), True), ((2, 0, 0, 0, 3), True), ((0, 2, 1, 1), False)):
-        monkeypatch.setattr(regular, "repeat_loops", lambda *_, string=string: (string, 8, 0))
+        found = (string, None) if is_of_task else (None, string)
+        monkeypatch.setattr(regular, "repeat_loops", lambda *_, found=found: (*found, 8, 0))
         result = Certificate("missing_duplicate")
         add_loops(result, loaded, None, known, 100)
         assert result.differs_at == [string] * is_of_task
         assert result.measured[0].endswith("symbols") == is_of_task
+
+
+def test_a_difference_outside_of_the_task_hides_none_inside():
+    """The first wrong string is no string of the task; a later one is."""
+    known = REGULAR["missing_duplicate"]()
+    outside, inside = ("01_.".index(symbol) for symbol in "00_1"), ("01_.".index(symbol) for symbol in "01_1")
+    wrong = [tuple(outside), tuple(inside)]
+    assert [known.contains(string) for string in wrong] == [False, True]
+    strings = np.array(list(itertools.product(range(4), repeat=4)))
+    answers = known.automaton.outputs[known.automaton.run(strings)[:, -1]]
+    for string in wrong:
+        answers[(strings == string).all(1)] ^= 1
+    table = regular.Answers([strings], [answers])
+    assert table.compare(known.automaton) == (2, wrong[0])
+    assert table.compare(known.automaton, known.contains) == (2, wrong[1])
+
+
+class LateMistakes:
+    """A network for missing_duplicate whose state is the string. It errs late, first outside of the task."""
+
+    batch_size = None
+
+    def __init__(self, automaton):
+        self.automaton = automaton
+
+    def read(self, cache, tokens):
+        return np.concatenate([cache, tokens], 1) if isinstance(cache, np.ndarray) else np.array(tokens)
+
+    def answer(self, cache, rows):
+        right = self.automaton.outputs[self.automaton.run(cache)[:, -1]].clip(0)
+        outside = np.array([tuple(string[:3]) == (0, 2, 1) for string in cache]) & (cache.shape[1] >= 20)
+        inside = (cache[:, 0] == 2) & (cache.shape[1] >= 24)
+        return torch.eye(2)[right ^ (outside | inside)][:, None]
+
+
+def test_loops_go_on_after_a_difference_outside_of_the_task():
+    known = REGULAR["missing_duplicate"]()
+    machine = LateMistakes(known.automaton)
+    found, outside, _, _ = regular.repeat_loops(machine, known, 300, 100)
+    assert (len(outside), outside[:3], known.contains(outside)) == (20, (0, 2, 1), False)
+    assert (len(found), found[0], known.contains(found)) == (24, 2, True)
+    found, _, _, _ = regular.repeat_loops(machine, known, 300, 10)  # answers every 101 symbols
+    assert (len(found) > 24, found[0], known.contains(found)) == (True, 2, True)
 
 
 def test_automata_are_compared_as_by_brute_force():
@@ -107,5 +152,5 @@ def test_states_after_which_nothing_may_follow_are_closed():
 
 @pytest.mark.parametrize("dense_length", [500, 61, 60, 20])
 def test_a_wrong_answer_in_one_phase_of_a_loop_is_found(dense_length):
-    found, loops, _ = regular.repeat_loops(Forgetful(), REGULAR["parity_check"](), 500, dense_length)
+    found, _, loops, _ = regular.repeat_loops(Forgetful(), REGULAR["parity_check"](), 500, dense_length)
     assert (found, loops) == ((1,) * 61, 8)

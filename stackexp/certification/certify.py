@@ -139,11 +139,13 @@ def certify_regular(
     lengths = sorted(set(np.linspace(max_length / PREFIXES, max_length, PREFIXES).round().astype(int).tolist()))
     _announce(f"random strings of up to {max_length:,} symbols")
     drawn, contents = regular.sample(machine, streams, lengths, grammar)
-    differing = [answers.compare(expected) for answers in (table, drawn)]
-    result.differs_at += [first for _, first in differing if first is not None and known.contains(first)]
-    if not differing[0][0]:
+    differing = [answers.compare(expected, known.contains) for answers in (table, drawn)]
+    result.differs_at += [first for _, first in differing if first is not None]
+    if differing[0][1] is None:
         result.agrees_up_to = n
-        result.proved.append(f"all {table.count:,} strings of up to {n} symbols: network = automaton of the task")
+        others = f", except for {differing[0][0]:,} that the task does not have" if differing[0][0] else ""
+        equal = f"strings of up to {n} symbols{others}: network = automaton of the task"
+        result.proved.append(f"all {table.count:,} {equal}")
     if known.strings:
         result.measured.append(f"strings: {known.strings}")
     _announce("the automaton that L* learns")
@@ -223,22 +225,26 @@ def add_loops(
     longest = 5 * max_length
     _announce(f"repeated words of up to {longest:,} symbols")
     is_cheap = loaded.config.model.attention_window is not None  # otherwise a read takes all earlier keys and values
-    first, count, repeated = regular.repeat_loops(machine, known, longest, longest if is_cheap else max_length)
+    first, outside, count, repeated = regular.repeat_loops(machine, known, longest, longest if is_cheap else max_length)
     symbols = TASKS[result.task].symbols
     words = "random words of up to two symbols in random states" if count == regular.MAX_LOOPS else ""
     words = words or "each word of up to two symbols in each state"
+    if outside is not None:
+        shown = format_string(symbols, outside)
+        where = f"{shown}, a string of {len(outside):,} symbols that the task does not have"
+        result.measured.append(f"repeated words: the network differs at {where}")
     if first is None:
         asked = f"every symbol up to {longest if is_cheap else max_length:,}"
         asked += "" if is_cheap else f" and every {regular.STRIDE} symbols up to {longest:,}"
         result.measured.append(
-            f"{count:,} loops ({words}), with answers after {asked}: no difference; "
+            f"{count:,} loops ({words}), with answers after {asked}: no {'other ' if outside else ''}difference; "
             f"the state of {repeated} repeats bit for bit"
         )
     else:
-        result.differs_at += [first] * known.contains(first)
+        result.differs_at.append(first)
         result.measured.append(
             f"{count:,} loops ({words}): the network differs at {format_string(symbols, first)}, a string of "
-            f"{len(first):,} symbols{'' if known.contains(first) else ' that the task does not have'}"
+            f"{len(first):,} symbols"
         )
 
 
@@ -277,7 +283,8 @@ def add_closure(
             result.proved.append(f"{reached}; merged by their answers they are the automaton of the task")
             return
         shown = format_string(TASKS[result.task].symbols, difference)
-        result.measured.append(f"{reached}; merged by their answers they differ from the task at {shown}")
+        note = "" if known.contains(difference) else ", which is no string of the task"
+        result.measured.append(f"{reached}; merged by their answers they differ from the task at {shown}{note}")
         if not words:
             result.differs_at += [difference] * known.contains(difference)
             return

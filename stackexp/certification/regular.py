@@ -1,7 +1,7 @@
 """Certify a network on a regular task: tables of all short strings, random strings, loops, L*, exact repetition."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -58,16 +58,22 @@ class Answers:
         """The number of strings."""
         return sum(int((answers != NO_STRING).sum()) for answers in self.answers)
 
-    def compare(self, automaton: Automaton) -> tuple[int, tuple[int, ...] | None]:
-        """Return on how many strings the automaton differs, and the first one; the empty string does not count."""
+    def compare(
+        self, automaton: Automaton, contains: Callable[[tuple[int, ...]], bool] = lambda string: True
+    ) -> tuple[int, tuple[int, ...] | None]:
+        """Return on how many strings the automaton differs, and the first of these that the task has (`contains`).
+
+        The empty string does not count.
+        """
         differing, first = 0, None
         for strings, answers in zip(self.strings, self.answers, strict=True):
             if not strings.shape[1]:
                 continue
             wrong = np.flatnonzero(automaton.outputs[automaton.run(strings)[:, -1]] != answers)
             differing += len(wrong)
-            if first is None and len(wrong):
-                first = tuple(map(int, strings[wrong[0]]))
+            if first is None:
+                shown = (tuple(map(int, strings[row])) for row in wrong)
+                first = next(filter(contains, shown), None)
         return differing, first
 
 
@@ -114,14 +120,15 @@ def sample(
 
 def repeat_loops(
     machine: NetworkMachine, task: RegularTask, length: int, dense_length: int
-) -> tuple[tuple[int, ...] | None, int, int]:
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None, int, int]:
     """Repeat every word of one or two symbols after a shortest string to each state of the automaton.
 
     The network answers after every symbol, up to `dense_length` symbols, then after every STRIDE.
 
     Returns:
-        The shortest string with an answer that differs from the automaton's, up to `length` symbols. After
+        The shortest string of the task with an answer that differs from the automaton's, up to `length` symbols. After
         `dense_length` symbols, it is the shortest one within the STRIDE symbols before a wrong answer.
+        The shortest such string before it that the task does not have.
         The number of loops.
         The number of loops in which the states of network and automaton repeat bit for bit after PERIOD symbols, so
         that all later answers are known; 0 without `machine.batch_size`.
@@ -129,6 +136,7 @@ def repeat_loops(
     strings = list_loops(task, length)
     states, cache, repeated, count = task.automaton.run(strings), ReadState(), 0, len(strings)
     expected, previous = task.automaton.outputs[states], [(b"", -1)] * count
+    outside: tuple[int, ...] | None = None
     end, size = 0, max(1, (machine.batch_size or 0) // count)  # symbols whose answers are asked in one batch
     while end < length and repeated < count:
         start, end = end, min(end + size, dense_length) if end < dense_length else min(end + STRIDE, length)
@@ -142,15 +150,17 @@ def repeat_loops(
             cache = machine.read(cache, strings[:, i : i + 1])
             after.append(cache)
         wrong = ask_each(machine, after, expected[:, start:end].T) != expected[:, start:end].T
-        if wrong.any():
-            i, row = np.argwhere(wrong)[0]  # the first symbol
-            return tuple(map(int, strings[row, : start + i + 1])), count, repeated
+        for i, row in np.argwhere(wrong):  # the shortest strings first
+            string = tuple(map(int, strings[row, : start + i + 1]))
+            if task.contains(string):
+                return string, outside, count, repeated
+            outside = outside or string
         for i in range(start, end):
             if machine.batch_size and (i + 1) % PERIOD == 0:
                 current = list(zip(hash_rows(after[i - start]), states[:, i], strict=True))
                 repeated = sum(a == b for a, b in zip(current, previous, strict=True))
                 previous = current
-    return None, count, repeated
+    return None, outside, count, repeated
 
 
 def list_loops(task: RegularTask, length: int) -> np.ndarray:
