@@ -29,17 +29,33 @@ compiled_step = torch.compile(stack.step, fullgraph=True, dynamic=False)
 def count_lower_bound_bytes(config: ExperimentConfig, tokens: int, dtype: torch.dtype = torch.float32) -> int:
     """Return the bytes of one forward pass of all layers."""
     memory, total = config.model.memory, 0
-    for layer in range(config.model.num_layers):
-        occupied_before, occupied_after = (min(n, memory.num_slots) for n in (layer, layer + 1))
-        total += (occupied_before + occupied_after) * (memory.head_dim + 1) + 2 * memory.head_dim + 3
+    for update in range(count_updates(config)):
+        occupied_before, occupied_after = (min(n, memory.num_slots) for n in (update, update + 1))
+        total += (
+            (occupied_before + occupied_after) * (memory.head_dim + 1) + 2 * memory.head_dim + count_actions(config)
+        )
     return dtype.itemsize * tokens * memory.num_heads * total
 
 
 def count_flops(config: ExperimentConfig, tokens: int) -> int:
-    """Return the FLOPs of one forward pass: five multiply-adds per occupied element, three of them for the update."""
+    """Return the FLOPs of one forward pass, in multiply-adds per occupied element.
+
+    One for each action in the update, and two in a global read.
+    """
     memory = config.model.memory
-    occupied = sum(min(layer + 1, memory.num_slots) for layer in range(config.model.num_layers))
-    return 2 * 5 * tokens * memory.num_heads * memory.head_dim * occupied
+    occupied = sum(min(update + 1, memory.num_slots) for update in range(count_updates(config)))
+    per_element = count_actions(config) + (2 if memory.read == "global" else 0)
+    return 2 * per_element * tokens * memory.num_heads * memory.head_dim * occupied
+
+
+def count_updates(config: ExperimentConfig) -> int:
+    """Return the updates of a token's stacks in all layers."""
+    return config.model.num_layers * config.model.memory.updates_per_layer
+
+
+def count_actions(config: ExperimentConfig) -> int:
+    """Return the number of actions: push, pop and no-op, or for push_only push and no-op."""
+    return 2 if config.model.memory.discipline == "push_only" else 3
 
 
 def choose_dtype(config: ExperimentConfig, device: torch.device) -> torch.dtype:
@@ -52,7 +68,6 @@ class StackSteps:
 
     def __init__(self, config: ExperimentConfig, device: torch.device):
         memory = config.model.memory
-        num_actions = 2 if memory.discipline == "push_only" else 3
         self.options = {"num_slots": memory.num_slots, "discipline": memory.discipline, "read": memory.read}
         self.options["read_mask"] = memory.read_mask
         self.shape = (config.data.micro_batch_size, config.data.context_length, memory.num_heads)
@@ -62,9 +77,9 @@ class StackSteps:
             numbers = torch.randn(*size, device=device, generator=generator)
             return numbers.to(choose_dtype(config, device)).requires_grad_()
 
-        layers = range(config.model.num_layers)
-        self.pushed = [draw(*self.shape, memory.head_dim) for _ in layers]
-        self.logits = [draw(*self.shape, num_actions) for _ in layers]
+        updates = range(count_updates(config))
+        self.pushed = [draw(*self.shape, memory.head_dim) for _ in updates]
+        self.logits = [draw(*self.shape, count_actions(config)) for _ in updates]
         self.query = draw(memory.num_heads, memory.head_dim) if memory.read == "global" else None
         self.checkpoint_every = memory.checkpoint_every_layers
 

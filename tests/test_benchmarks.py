@@ -210,6 +210,17 @@ def test_ratio_is_the_median_of_paired_ratios():
     assert benchmarking.compare([2], [1]) == (2, 2, 2)
 
 
+@pytest.mark.parametrize("options", [["model.memory=push_only"], ["model.memory.site=each_sublayer"]], ids=str)
+def test_flops_of_the_stack_steps_are_those_of_the_model(options):
+    config = compose(["quickstart"], [*SMALL, *options])
+    model = benchmarking.registry.build("model", config.model)
+    matmuls = sum(w.numel() for m in model.memories for w in (m.down, m.up, m.actions) if w is not None)
+    expected = sum(memory.flops_per_token(8) for memory in model.memories) - 2 * matmuls
+    assert stack_step.count_flops(config, 1) == expected
+    steps = stack_step.StackSteps(config, torch.device("cpu"))
+    assert len(steps.pushed) == len(model.memories)
+
+
 def test_lower_bound_counts_the_tensors_of_the_eager_step():
     config = compose(["quickstart"], [*SMALL, "model.memory.num_slots=2"])
     layers, tokens = stack_step.StackSteps(config, torch.device("cpu")), 2 * 8

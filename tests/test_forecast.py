@@ -268,6 +268,17 @@ def test_a_forecast_that_cannot_be_written_is_refused(tmp_path, capsys, argument
     assert not file.exists()
 
 
+def test_two_recipes_of_one_family_are_not_pooled(tmp_path, capsys):
+    runs, file = write_ladder(tmp_path / "runs"), tmp_path / "forecast.json"
+    other = write_run(runs / "slow-15m-seed=0-0123abcd", "model.memory=null", "optimizer.lr=1e-4", seed=0)
+    finish(other, 4.0, parameters=15_000_000, memory_parameters=0, tokens=300_000_000)
+    code, text = run_report(capsys, runs, "--forecast", file, "--size", "240e6")
+    assert code == 1
+    assert "two runs of Transformer with one size and seed; separate them with --by" in text
+    code, text = run_report(capsys, runs, "--forecast", file, "--size", "240e6", "--by", "optimizer.lr")
+    assert code == 0, text
+
+
 def test_two_sizes_are_too_few(tmp_path, capsys):
     runs, file = write_ladder(tmp_path / "runs", sizes=(15e6, 30e6)), tmp_path / "forecast.json"
     code, text = run_report(capsys, runs, "--forecast", file, "--size", "60e6")

@@ -470,11 +470,12 @@ def test_intervals_are_those_of_student():
 
 
 def test_variants_are_found_by_their_options():
-    for variant, name in CHOICES.items():
-        memory = "null" if variant == "Transformer" else name
+    for variant, memory in (CHOICES | {"Transformer": "null"}).items():
         assert find_variant(flatten_config(compose(["quickstart"], [f"model.memory={memory}"]))) == variant
-    for memory in ("stacktrans-normalized", "authors_code", "adapter", "value_skip"):
-        assert find_variant(flatten_config(compose(["quickstart"], [f"model.memory={memory}"]))) is None
+    others = [["stacktrans-normalized"], ["authors_code"], ["adapter"], ["value_skip"], ["push_only", "num_slots=1"]]
+    for memory, *changes in [*others, ["stacktrans", "empty_slot=true"], ["queue", "action_noise=2"]]:
+        overrides = [f"model.memory={memory}", *(f"model.memory.{change}" for change in changes)]
+        assert find_variant(flatten_config(compose(["quickstart"], overrides))) is None
     assert find_variant({"model.kind": "lstm"}) is None
 
 

@@ -37,14 +37,16 @@ def test_columns_name_what_is_the_papers_and_what_is_ours(tmp_path, capsys):
     for arm, model, options in (
         ("feedback", "StackTrans", []),
         ("plain", "StackTrans", ["model.memory.feedback=false"]),
+        ("depth", "StackTrans depth", ["model.memory.action_noise=2.0"]),
         ("lstm", "LSTM", []),
     ):
         folder = tmp_path / f"pairs/{arm}-seed=100-01234567"
         finish(write_run(folder, model, "parity_check", *options, seed=100), beyond=0.5)
     assert main(["report", "formal", "--arms", str(tmp_path), "--markdown"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "| task | feedback (ours) | lstm | plain (paper) |" in printed
-    assert "(paper): the stack of the paper; (ours): with our feedback" in printed
+    assert "| task | depth (paper) | feedback (ours) | lstm | plain (ours) |" in printed
+    assert "feedback (ours) differs from the paper's stack in read=top, feedback=true" in printed
+    assert "plain (ours) differs from the paper's stack in read=top" in printed
 
 
 def test_a_failed_run_counts_as_not_solved(tmp_path, capsys):

@@ -77,25 +77,29 @@ def build_states(paths: Sequence[Path], num_strings: int = 64) -> Report:
 # The states of a task
 
 
-def track_value(strings: np.ndarray) -> np.ndarray:
-    """Return the value mod 5 of an expression of modular_arithmetic up to its last digit so far, after each symbol."""
-    values = np.empty_like(strings)
-    total = term = operator = np.zeros(len(strings), np.int64)
+def track_modular_arithmetic(strings: np.ndarray) -> np.ndarray:
+    """Return the state of the automaton of modular_arithmetic after each symbol.
+
+    It is the sum of the finished terms, the last term or the factor of the next digit, and which of these it is.
+    """
+    states = np.empty_like(strings)
+    total, factor, term = (np.full(len(strings), value) for value in (0, 1, 0))
     for i, symbols in enumerate(strings.T):
         if i % 2:
             operator = symbols - MODULUS  # 0 +, 1 -, 2 *
+            total = np.where(operator == 2, total, total + term) % MODULUS
+            factor = np.choose(operator, [1, MODULUS - 1, term])
         else:
-            total = np.where(operator == 2, total, total + term)
-            term = np.choose(operator, [symbols, -symbols, term * symbols]) % MODULUS
-        values[:, i] = (total + term) % MODULUS
-    return values
+            term = factor * symbols % MODULUS
+        states[:, i] = (total * MODULUS + (factor if i % 2 else term)) * 2 + i % 2
+    return states
 
 
 STATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "even_pairs": lambda strings: 2 * strings[:, :1] + strings,  # first and current symbol
     "parity_check": lambda strings: strings.cumsum(1) % 2,
     "cycle_navigation": lambda strings: (strings - 1).cumsum(1) % MODULUS,
-    "modular_arithmetic": track_value,
+    "modular_arithmetic": track_modular_arithmetic,
 }
 """Task -> the state of its automaton after each symbol [B, L] of the strings [B, L]."""
 

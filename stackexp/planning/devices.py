@@ -7,7 +7,10 @@ from stackexp.config.experiment import ExperimentConfig
 DEFAULT_DEVICE, DEFAULT_MFU = "h100", 0.4
 MIN_PARAMETERS = 100_000_000
 """The speed of smaller models is not estimated: launches and memory traffic take most of their time."""
-NOT_ESTIMATED = f"not estimated on CPUs, on data other than text, or below {MIN_PARAMETERS // 10**6}M parameters"
+NOT_ESTIMATED = (
+    "not estimated on CPUs, in 32 or 64 bits, over the tokens, on data other than text, or below "
+    f"{MIN_PARAMETERS // 10**6}M parameters"
+)
 
 HEADROOM = 0.06
 """Share of device memory reserved for the CUDA context, NCCL, cuBLAS and fragmentation."""
@@ -38,5 +41,12 @@ DEVICES = {
 
 
 def can_estimate_speed(config: ExperimentConfig) -> bool:
-    """Return True if the speed of a run can be estimated, provided that its model is large enough."""
-    return config.trainer.accelerator != "cpu" and config.data.objective == "language_modeling"
+    """Return True if the speed of a run can be estimated, provided that its model is large enough.
+
+    The share of the bfloat16 peak does not apply to float32 and float64, or to a scan over the tokens.
+    """
+    memory = getattr(config.model, "memory", None)
+    is_parallel = memory is None or getattr(memory, "axis", "depth") == "depth"
+    is_bfloat16 = config.trainer.precision in ("bf16-mixed", "bf16-true")
+    on_text = config.data.objective == "language_modeling"
+    return config.trainer.accelerator != "cpu" and is_bfloat16 and is_parallel and on_text

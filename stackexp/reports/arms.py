@@ -47,8 +47,10 @@ CHOICES = {
 PAPER_STACK = {
     **{"axis": "depth", "discipline": "stack", "projection": "low_rank", "read": "global", "read_mask": "multiply"},
     **{"push_norm": "none", "action_input": "head", "action_bias": None, "site": "after_block", "feedback": False},
-    "residual_gate": "hidden",
+    **{"residual_gate": "hidden", "empty_slot": False, "action_scale": "none", "action_sharpness": 1.0},
+    "action_noise": 0.0,
 }
+"""Options of the paper's stack, in the language-model setting. Its sizes and the entropy weight are free."""
 LOCATIONS = ("data.path", "data.remote")
 """Options that locate a corpus. Two paths may lead to the same corpus."""
 SIZES = ("model.hidden_size", "model.intermediate_size", "model.num_heads", "model.num_kv_heads", "model.num_layers")
@@ -176,6 +178,8 @@ def find_variant(options: Row) -> str | None:
     changes = {key: value for key, value in values.items() if value != PAPER_STACK[key]}
     if options.get("model.memory.num_heads") == 1:
         return None if changes else "Single-Head"
+    if changes == {"discipline": "push_only"} and options.get("model.memory.num_slots") == 1:
+        return None  # the adapter: a stack without its memory
     known: dict[str, Any] = {"StackTrans": {}, "Full-Dimension": {"projection": "none"}}
     known |= {"Queue": {"discipline": "queue"}, "Push-Only": {"discipline": "push_only"}}
     return next((variant for variant, expected in known.items() if changes == expected), None)

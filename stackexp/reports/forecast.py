@@ -180,6 +180,7 @@ def _fit(ladder: Ladder, quantity: str, size: int, by: Sequence[str]) -> dict[st
     largest = max(get_size(point, quantity) for point in series.points)
     if size <= largest:
         raise RunError(f"{option}: not above the largest size, {largest}; forecasts are of the next size")
+    _check_repeated_runs(series.points, quantity)
     forecasts = []
     for names, runs in _list_values(series.points, quantity).items():
         own: dict[int, list[float]] = defaultdict(list)
@@ -201,6 +202,18 @@ def _fit(ladder: Ladder, quantity: str, size: int, by: Sequence[str]) -> dict[st
         **{"quantity": quantity, "size": size, "fixed": series.fixed, "value": series.value},
         **{"runs": records, "forecasts": forecasts},
     }
+
+
+def _check_repeated_runs(points: Sequence[Point], quantity: str) -> None:
+    """Raise RunError if a family has two runs of one size and seed, such as with two learning rates."""
+    found: dict[tuple[str, int, int, int], Point] = {}
+    for point in points:
+        other = found.setdefault((point.family, get_size(point, quantity), point.tokens, point.seed), point)
+        if other is not point:
+            raise RunError(
+                f"{point.path} and {other.path}: two runs of {point.family} with one size and seed; separate them with "
+                "--by, such as --by optimizer.lr, or leave one out"
+            )
 
 
 def _is_at(point: Point, quantity: str, size: int) -> bool:

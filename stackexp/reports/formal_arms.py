@@ -10,10 +10,11 @@ from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import Lengths
 from stackexp.files import read_json
 from stackexp.frame import Row
-from stackexp.reports.arms import compute_difference
+from stackexp.reports.arms import PAPER_STACK, compute_difference
 from stackexp.reports.formal_runs import SOLVED, count_solved, join_paths, label_task, read_runs, sort_tasks
 from stackexp.reports.report import Report, Table
 from stackexp.sequential import LEVEL
+from stackexp.sweeps.schema import format_value
 from stackexp.sweeps.trials import FAILURE
 from stackexp.tables import ABSENT
 
@@ -33,7 +34,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
     records: list[dict[str, Any]] = []
     runs, notes = read_runs(paths, lengths)
     found: dict[tuple[str, str, int], Path] = {}
-    headings: dict[str, str] = {}
+    changes: dict[str, list[str] | None] = {}  # of each arm to the paper's stack; None: not a stack
     unscored, failed = [], Counter[tuple[str, str]]()
     for run in runs:
         path, arm, task = Path(run.row["path"]), run.row["arm"], run.task
@@ -47,7 +48,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
             if (other := found.setdefault((task, arm, run.row["seed"]), path)) != path:
                 raise RunError(f"{path} and {other} are runs of {arm} on {task} with one seed; give the folder of one")
             scores[task][arm].append(score)
-            headings[arm] = arm + _describe_stack(run.row)
+            changes[arm] = list_changes(run.row)
             records.append({"task": task, "arm": arm, "score": score} | {key: run.row.get(key) for key in COLUMNS})
     if not scores:
         raise RunError(f"{join_paths(paths)}: no finished run is tested over {lengths[0]}..{lengths[1]}")
@@ -57,7 +58,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
     if unscored:
         notes.append(f"left out, not finished and tested over these lengths: {join_paths(unscored)}")
     ranges = {run.task: run.lengths for run in runs}
-    arms = list(headings)
+    arms = list(changes)
     means, solved = [], []
     for task in sort_tasks(scores):
         best = max(statistics.fmean(values) for values in scores[task].values())
@@ -72,19 +73,26 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
     notes.append(
         "Hours: of all runs with their tuning, one run after the other; of runs by earlier versions, the last session."
     )
-    if any(heading != arm for arm, heading in headings.items()):
-        notes.append("(paper): the stack of the paper; (ours): with our feedback")
-    header = ["task", *headings.values()]
+    ours = {arm: ", ".join(found) for arm, found in changes.items() if found}
+    notes += [f"{arm} (ours) differs from the paper's stack in {found}" for arm, found in ours.items()]
+    marks = {arm: " (ours)" if arm in ours else "" if changes[arm] is None else " (paper)" for arm in arms}
+    header = ["task", *(arm + mark for arm, mark in marks.items())]
     tables = [Table(title, header, means)]
     tables.append(Table(f"Seeds with a mean accuracy of at least {SOLVED}, of all", header, solved))
     return Report(tables, notes, records)
 
 
-def _describe_stack(row: Row) -> str:
-    """Return " (paper)" for a stack whose equations are the paper's, " (ours)" for one with our feedback."""
+def list_changes(row: Row) -> list[str] | None:
+    """Return the options in which a stack differs from the paper's, except its axis and noise in training.
+
+    None for a model without a stack.
+    """
     if row.get("model.memory.kind") != "stack":
-        return ""
-    return " (ours)" if row["model.memory.feedback"] else " (paper)"
+        return None
+    values = {key: row.get(f"model.memory.{key}", default) for key, default in PAPER_STACK.items()}
+    free = ("axis", "action_noise")
+    changed = [key for key, value in values.items() if value != PAPER_STACK[key] and key not in free]
+    return [f"{key}={format_value(values[key])}" for key in changed]
 
 
 def _format_mean(values: list[float], best: float) -> str:
