@@ -218,7 +218,7 @@ def test_a_killed_evaluation_computes_only_the_remaining_answers(trained_copy, d
     other = ("--ckpt_path", trained_copy / "checkpoints" / "00000004", "--out", tmp_path / "other.json")
     assert score_and_kill(0, *command, *other) == 14, "9 + 4 choices and a reference answer: nothing of another model"
     assert score_and_kill(0, *command) <= 14 - 6, "the last response may be lost"
-    assert not list(trained_copy.glob(".*responses*"))
+    assert not list(trained_copy.glob(".*responses.db"))
     (resumed,) = read_evaluations(output)
     output.unlink()
     assert score_and_kill(0, *command) == 14, "a finished evaluation is repeated"

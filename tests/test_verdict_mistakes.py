@@ -80,6 +80,9 @@ def test_pairs_that_were_scored_on_other_data_are_refused(question, capsys):
             write_hashed_json(path, {key: result[key] for key in result if key != "sha256"})
         assert main(["verdict", str(question.path), "--report"]) == 1
         assert f"scored on 417 {unit} of val, not 1000" in capsys.readouterr().err
+    write_hashed_json(path, {key: result[key] for key in result if key not in ("sha256", "sets")})
+    assert main(["verdict", str(question.path), "--report"]) == 1
+    assert "only one of them is scored on val" in capsys.readouterr().err
 
 
 def test_a_process_takes_the_plan_that_another_has_just_written(question, monkeypatch):

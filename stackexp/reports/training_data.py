@@ -129,8 +129,10 @@ def _compare_sets(ours: RunFolder, base: RunFolder) -> str:
     """Return in words how the evaluation sets of two runs differ in scored tokens or bytes; empty if they do not."""
     sets = [folder.read_result().figures.get("sets") or {} for folder in (ours, base)]
     for name in sorted(sets[0].keys() | sets[1].keys()):
+        if not all(name in scores for scores in sets):
+            return f"only one of them is scored on {name}"
         for unit in ("tokens", "bytes"):
-            counts = [scores.get(name, {}).get(unit) for scores in sets]
-            if counts[0] != counts[1]:
+            counts = [scores[name].get(unit) for scores in sets]
+            if None not in counts and counts[0] != counts[1]:  # None: of an earlier version
                 return f"scored on {counts[0]} {unit} of {name}, not {counts[1]}"
     return ""

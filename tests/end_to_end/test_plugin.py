@@ -38,7 +38,7 @@ def test_readme_plugin_trains_and_resumes(tiny, tmp_path):
 
     # Its options are described and checked like built-in ones
     explained = forks.run("configs", "explain", "model.memory.decay", "--config", "moving-average.yaml")
-    assert "Weight of the layers below; 0 keeps the last one only." in explained
+    assert "Weight of the previous average; 0 keeps only the current hidden state." in explained
     assert "a number from 0 to 1" in explained
     mistake = forks.run("fit", "--config", "moving-average.yaml", "model.memory.decya=0.5", expect=2)
     assert "model.memory.decya" in mistake
