@@ -112,7 +112,7 @@ def test_a_process_that_hangs_is_named(program, tiny, tmp_path):
     compile_stack_kernels()
     hang = write_faulty_plugin(tmp_path, "time.sleep(1000)", first="time.sleep(15)")  # a slow start is no hang
     process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS, hang, "trainer.collective_timeout_seconds=12")
-    output, _ = read_to_end(process, 120)
+    output, _ = read_to_end(process, 300)
     assert process.returncode == 1
     (line,) = [line for line in output.splitlines() if line.startswith("error: no progress")]
     assert "no progress for 12 s: rank 1 at " in line
@@ -123,7 +123,7 @@ def test_a_process_that_hangs_is_named(program, tiny, tmp_path):
 def test_a_loss_that_is_not_finite_names_the_batch_and_the_rank(program, tiny, tmp_path):
     diverge = write_faulty_plugin(tmp_path, "h = h * float('nan')")
     process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS, diverge)
-    output, _ = read_to_end(process, 120)
+    output, _ = read_to_end(process, 300)
     assert process.returncode == 1
     run = only_run(tmp_path / "runs")
     (line,) = [line for line in output.splitlines() if line.startswith("error: step")]
