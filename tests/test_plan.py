@@ -34,7 +34,11 @@ def test_speed_is_estimated_for_large_models_on_gpus():
     devices = large.config.trainer.world_size
     assert large.hours == pytest.approx(large.flops / (0.4 * 989.4e12 * devices) / 3600, rel=0.01)
     assert large.gpu_hours == large.hours * devices
-    for config, override in (("quickstart", "trainer.accelerator=auto"), ("pretrain/stacktrans-360m", ON_CPU)):
+    others = [ON_CPU, "trainer.precision=32-true", "model.memory.axis=time", "model.memory.axis=token_major"]
+    for config, override in (
+        ("quickstart", "trainer.accelerator=auto"),
+        *(("pretrain/stacktrans-360m", o) for o in others),
+    ):
         plan = make_plan(compose([config], [override]))
         assert (plan.tokens_per_second, plan.hours, plan.gpu_hours) == (None, None, None)
 
