@@ -288,10 +288,9 @@ def is_locked(path: Path, *, count_shared: bool = False) -> bool:
 
     On NFS, `count_shared` requires write access; elsewhere, read access is enough.
     """
+    mode = "r+" if count_shared and os.access(path, os.W_OK) else "r"
     try:
-        file = _lock(
-            path, not count_shared, fcntl.LOCK_NB, mode="r+" if count_shared and os.access(path, os.W_OK) else "r"
-        )
+        file = _lock(path, not count_shared, fcntl.LOCK_NB, mode)
     except FileNotFoundError:
         return False
     if file is not None:

@@ -144,8 +144,8 @@ def certify_regular(
     if differing[0][1] is None:
         result.agrees_up_to = n
         others = f", except for {differing[0][0]:,} that the task does not have" if differing[0][0] else ""
-        equal = f"strings of up to {n} symbols{others}: network = automaton of the task"
-        result.proved.append(f"all {table.count:,} {equal}")
+        strings = f"all {table.count:,} strings of up to {n} symbols{others}"
+        result.proved.append(f"{strings}: network = automaton of the task")
     if known.strings:
         result.measured.append(f"strings: {known.strings}")
     _announce("the automaton that L* learns")
