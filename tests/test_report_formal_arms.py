@@ -66,8 +66,9 @@ def test_a_failed_run_counts_as_not_solved(tmp_path, capsys):
 
 
 def test_two_runs_of_one_seed_are_an_error(tmp_path, capsys):
-    for name in ("equal", "equal-budget-0.1"):
-        run = write_run(tmp_path / name / "parity_check/pairs/lstm-seed=100-01234567", "LSTM", "parity_check", seed=100)
+    for name, steps in (("equal", 600), ("equal-budget-0.1", 60)):
+        folder = tmp_path / name / "parity_check/pairs/lstm-seed=100-01234567"
+        run = write_run(folder, "LSTM", "parity_check", f"trainer.max_steps={steps}", seed=100)
         finish(run, beyond=0.5)
     assert main(["report", "formal", "--arms", str(tmp_path)]) == 1
     assert "are runs of lstm on parity_check with one seed; give the folder of one" in capsys.readouterr().err
@@ -77,3 +78,37 @@ def test_runs_without_scores_are_an_error(tmp_path, capsys):
     finish(write_run(tmp_path / "lstm-seed=0-01234567", "LSTM", "parity_check"), beyond=0.5, longest=60)
     assert main(["report", "formal", "--arms", str(tmp_path)]) == 1
     assert "no finished run is tested over 41..500" in capsys.readouterr().err
+
+
+def test_one_setting_is_chosen_over_all_tasks(tmp_path, capsys):
+    """Rate 1e-3 is best on parity_check, 2e-3 on even_pairs and over both; only runs at 2e-3 count."""
+    accuracy = {("parity_check", 1e-3): 0.75, ("parity_check", 2e-3): 0.5, ("even_pairs", 1e-3): 0.5}
+    for task in ("parity_check", "even_pairs"):
+        for trial, lr in enumerate((1e-3, 2e-3)):
+            run = tmp_path / f"equal/{task}/tuning/lstm-{trial}-seed=50-01234567"
+            write_run(run, "LSTM", task, f"optimizer.lr={lr}", seed=50)
+            finish(run, beyond=0.0, longest=60, validation=accuracy.get((task, lr), 1.0))
+    for folder, task, lr, score in (
+        ("equal", "parity_check", 1e-3, 1.0),
+        ("equal", "even_pairs", 2e-3, 0.75),
+        ("again", "even_pairs", 2e-3, 0.25),
+        ("one", "parity_check", 2e-3, 0.5),
+    ):
+        run = tmp_path / f"{folder}/{task}/pairs/lstm-seed=100-01234567"
+        finish(write_run(run, "LSTM", task, f"optimizer.lr={lr}", seed=100), beyond=score)
+    command = ["report", "formal", "--arms", "--markdown", "--one-setting"]
+    assert main([*command, str(tmp_path / "equal")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "| even_pairs | **0.75** |" in printed
+    assert "| parity_check |" not in printed
+    assert (
+        "One setting of lstm: optimizer.lr=0.002; mean validation accuracy of 0.750 over the 2 tuned tasks" in printed
+    )
+    assert main([*command, str(tmp_path / "equal"), str(tmp_path / "one"), str(tmp_path / "again")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "| even_pairs | **0.75** |" in printed, "equal runs count once"
+    assert "| parity_check | **0.50** |" in printed
+    assert main([*command, str(tmp_path / "one")]) == 1
+    assert "no finished run in a folder tuning/ chooses a setting" in capsys.readouterr().err
+    assert main(["report", "formal", "--one-setting", str(tmp_path / "equal")]) == 2
+    assert "--one-setting requires --arms" in capsys.readouterr().err

@@ -76,14 +76,19 @@ CellKey = tuple[str, str]
 
 
 def build_formal(
-    paths: Sequence[Path], lengths: Lengths = (41, 500), curves: Path | None = None, arms: bool = False
+    paths: Sequence[Path],
+    lengths: Lengths = (41, 500),
+    curves: Path | None = None,
+    arms: bool = False,
+    one_setting: bool = False,
 ) -> Report:
     """Build the report of the runs at or below `paths`: the table of the paper with our scores, and the recipes.
 
-    With `curves`, the accuracy against length is drawn to this file. With `arms`, returns `build_arms` instead.
+    With `curves`, the accuracy against length is drawn to this file. With `arms`, returns `build_arms` instead, for
+    one setting of each arm with `one_setting`.
     """
     if arms:
-        return build_arms(paths, lengths)
+        return build_arms(paths, lengths, one_setting)
     results = collect_cells(paths, lengths)
     if curves:
         save_figure(draw_curves(results), curves)

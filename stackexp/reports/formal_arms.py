@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stackexp.config.affects import AFFECT_RESULTS, find_changed_keys
 from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import Lengths
 from stackexp.files import read_json
-from stackexp.frame import Row
+from stackexp.frame import Row, get_options
 from stackexp.reports.arms import PAPER_STACK, compute_difference
-from stackexp.reports.formal_runs import SOLVED, count_solved, join_paths, label_task, read_runs, sort_tasks
+from stackexp.reports.formal_runs import (
+    SOLVED,
+    FormalRun,
+    count_solved,
+    join_paths,
+    label_task,
+    read_runs,
+    sort_tasks,
+)
 from stackexp.reports.report import Report, Table
 from stackexp.sequential import LEVEL
 from stackexp.sweeps.schema import format_value
@@ -24,29 +33,39 @@ TUNING = "tuning"
 """Folder of the runs that chose the options of an arm; they have no score."""
 
 
-def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
+def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting: bool = False) -> Report:
     """Build the table of mean accuracies with intervals over seeds, and the number of solved seeds.
 
-    Raises RunError if no run has a score over the lengths, or if two runs of an arm have one seed, as with two budgets.
+    With `one_setting`, only runs count that have the setting of their arm, see `choose_settings`. Of runs with the same
+    options and seed, the first counts. Raises RunError if no run has a score over the lengths, or if two runs of an arm
+    have one seed and other options, as with two budgets.
     """
     scores: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     hours: dict[str, float] = defaultdict(float)
     records: list[dict[str, Any]] = []
     runs, notes = read_runs(paths, lengths)
-    found: dict[tuple[str, str, int], Path] = {}
+    if one_setting:
+        settings, setting_notes = choose_settings(runs)
+        notes += setting_notes
+        runs = [run for run in runs if is_trial(run) or settings.get(run.row["arm"], {}).items() <= run.row.items()]
+    found: dict[tuple[str, str, int], Row] = {}
     changes: dict[str, list[str] | None] = {}  # of each arm to the paper's stack; None: not a stack
     unscored, failed = [], Counter[tuple[str, str]]()
     for run in runs:
         path, arm, task = Path(run.row["path"]), run.row["arm"], run.task
-        is_tuning = path.parent.name == TUNING
+        is_tuning = is_trial(run)
         hours[arm.rpartition("-")[0] if is_tuning else arm] += run.row.get("seconds", 0.0) / 3600
         score = run.compute_score(run.lengths)
         if not run.is_finished or (score is None and not is_tuning):
             unscored.append(path)
             failed[task, arm] += not is_tuning and not run.is_finished and _has_failed(path)
         elif score is not None and not is_tuning:
-            if (other := found.setdefault((task, arm, run.row["seed"]), path)) != path:
-                raise RunError(f"{path} and {other} are runs of {arm} on {task} with one seed; give the folder of one")
+            if (other := found.setdefault((task, arm, run.row["seed"]), run.row)) is not run.row:
+                if not find_changed_keys(get_options(other), get_options(run.row), AFFECT_RESULTS):
+                    continue
+                raise RunError(
+                    f"{path} and {other['path']} are runs of {arm} on {task} with one seed; give the folder of one"
+                )
             scores[task][arm].append(score)
             changes[arm] = list_changes(run.row)
             records.append({"task": task, "arm": arm, "score": score} | {key: run.row.get(key) for key in COLUMNS})
@@ -80,6 +99,46 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500)) -> Report:
     tables = [Table(title, header, means)]
     tables.append(Table(f"Seeds with a mean accuracy of at least {SOLVED}, of all", header, solved))
     return Report(tables, notes, records)
+
+
+def is_trial(run: FormalRun) -> bool:
+    """Return True for a run that only chose the options of an arm."""
+    return Path(run.row["path"]).parent.name == TUNING
+
+
+def choose_settings(runs: Sequence[FormalRun]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Choose one setting of each arm for all tasks, {arm: {option: value}}, and describe it in notes.
+
+    The setting is the trial with the highest mean validation accuracy over the tasks that the arm is tuned on; of equal
+    ones, the first. A `verdict` has the same trials on every task. Raises RunError without finished trials.
+    """
+    trials: dict[str, list[FormalRun]] = defaultdict(list)
+    for run in runs:
+        if is_trial(run) and run.is_finished:
+            trials[run.row["arm"].rpartition("-")[0]].append(run)
+    if not trials:
+        raise RunError(
+            f"no finished run in a folder {TUNING}/ chooses a setting; give the folder of a tuned verdict, too"
+        )
+    settings, notes = {}, []
+    for arm, tried in trials.items():
+        rows = [run.row for run in tried if run.task == tried[0].task]
+        searched = [
+            key
+            for key in get_options(rows[0])
+            if key not in ("name", "seed") and any(row.get(key) != rows[0][key] for row in rows)
+        ]
+        accuracies: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+        for run in tried:
+            accuracies[tuple(run.row.get(key) for key in searched)].append(run.row["validation_accuracy"])
+        most = max(map(len, accuracies.values()))  # a point that is not tried on all tasks cannot be compared
+        means = {point: statistics.fmean(found) for point, found in accuracies.items() if len(found) == most}
+        best = max(means, key=means.__getitem__)
+        settings[arm] = dict(zip(searched, best, strict=True))
+        listed = ", ".join(f"{key}={format_value(value)}" for key, value in settings[arm].items())
+        score = f"mean validation accuracy of {means[best]:.3f} over the {len({run.task for run in tried})} tuned tasks"
+        notes.append(f"One setting of {arm}: {listed}; {score}")
+    return settings, notes
 
 
 def list_changes(row: Row) -> list[str] | None:

@@ -123,12 +123,15 @@ class Formal(ReportVerb):
         ("--score", setting("A_B", "lengths (default: 41_500)", dest="lengths", type=parse_lengths, default="41_500")),
         ("--curves", setting("FILE", "plot the accuracy against length for each task", type=Path)),
         ("--arms", flag("a column for each arm of a verdict file, without the paper's")),
+        ("--one-setting", flag("with --arms: only runs with the trial of an arm that is best over all tasks")),
     )
 
     def run(self, args: Namespace) -> int:
         args.parser.check_output("--curves", args.curves, FIGURE_SUFFIXES)
         if args.arms and (args.curves or args.figure):
             args.parser.error("--arms has no figures; omit --curves and --figure")
+        if args.one_setting and not args.arms:
+            args.parser.error("--one-setting requires --arms")
         return super().run(args)
 
 
