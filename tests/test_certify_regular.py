@@ -1,6 +1,7 @@
 """The methods of `certify` for regular tasks: automata, grammars, tables, L*, loops and the closure of states."""
 
 import itertools
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ from known_networks import Exact, Forgetful
 
 from stackexp.certification import regular
 from stackexp.certification.automata import FORBIDDEN, NO_STRING, REGULAR, Automaton, Grammar, find_difference
-from stackexp.certification.certify import Certificate, add_loops
+from stackexp.certification.certify import Certificate, add_loops, add_task_strings
 from stackexp.config.compose import compose
 from stackexp.tasks import TASKS
 
@@ -101,6 +102,35 @@ def test_loops_go_on_after_a_difference_outside_of_the_task():
     assert (len(found), found[0], known.contains(found)) == (24, 2, True)
     found, _, _, _ = regular.repeat_loops(machine, known, 300, 10)  # answers every 101 symbols
     assert (len(found) > 24, found[0], known.contains(found)) == (True, 2, True)
+
+
+@dataclass
+class WrongAfterLateHoles:
+    """A network for missing_duplicate that is wrong if the hole comes after symbol 40."""
+
+    automaton: Automaton
+    batch_size: int | None = None
+
+    def read(self, cache, tokens):
+        return tokens
+
+    def answer(self, cache, rows):
+        is_late = (cache == "01_.".index("_")).argmax(1) >= 40
+        return torch.eye(2)[self.automaton.outputs[self.automaton.run(cache)[:, -1]] ^ is_late][:, None]
+
+
+def test_random_strings_include_those_of_the_task():
+    """Hardly any random string of the grammar of missing_duplicate is one of the task."""
+    task, known, result = TASKS["missing_duplicate"], REGULAR["missing_duplicate"](), Certificate("missing_duplicate")
+    machine = WrongAfterLateHoles(known.automaton)
+    add_task_strings(result, machine, task, 1000, 40)
+    assert result.measured == [
+        "960 random strings of the task of up to 40 symbols, lengths in geometric steps: network and labels differ on 0"
+    ]
+    add_task_strings(result, machine, task, 1000, 400)
+    assert not result.measured[1].endswith("differ on 0")
+    assert all(known.contains(string) and string.index("01_.".index("_")) >= 40 for string in result.differs_at)
+    assert result.verdict.startswith("differs at ")
 
 
 def test_automata_are_compared_as_by_brute_force():

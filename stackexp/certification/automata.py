@@ -29,10 +29,10 @@ class Automaton:
         """The number of states."""
         return len(self.outputs)
 
-    def run(self, strings: np.ndarray, state: int = 0) -> np.ndarray:
+    def run(self, strings: np.ndarray) -> np.ndarray:
         """Return the states after each symbol of strings [B, L]: int64 [B, L]."""
         states = np.empty(strings.shape, np.int64)
-        current: np.ndarray | int = state
+        current: np.ndarray | int = 0
         for i, symbols in enumerate(strings.T):
             states[:, i] = current = self.transitions[current, symbols]
         return states

@@ -148,6 +148,7 @@ def certify_regular(
         result.proved.append(f"{strings}: network = automaton of the task")
     if known.strings:
         result.measured.append(f"strings: {known.strings}")
+        add_task_strings(result, machine, task, num_strings, max_length)
     _announce("the automaton that L* learns")
     learned = regular.learn(machine, [table, drawn], known)
     describe_learned(result, learned, known, [table, drawn], num_strings)
@@ -178,6 +179,23 @@ def certify_regular(
         )
     add_gap(result, machine, min(table.gap, drawn.gap), drawn.strings[-1][:8])
     return result
+
+
+def add_task_strings(
+    result: Certificate, machine: NetworkMachine, task: Task, num_strings: int, max_length: int
+) -> None:
+    """Compare the network with the labels of random strings of the task; hardly any of its grammar are in the task."""
+    reader, count, num_wrong = dataclasses.replace(machine, batch_size=None), 0, 0
+    for batch in draw_strings(task, np.random.default_rng(SEED + 2), num_strings, max_length):
+        is_string = np.ones(len(batch.inputs), bool)
+        answers, _ = regular.ask(reader, reader.read(ReadState(), batch.inputs), is_string)
+        wrong = np.flatnonzero(answers != batch.targets[:, -1])
+        result.differs_at += [tuple(map(int, batch.inputs[row])) for row in wrong[:1]]
+        count, num_wrong = count + len(answers), num_wrong + len(wrong)
+    result.measured.append(
+        f"{count:,} random strings of the task of up to {max_length:,} symbols, lengths in geometric steps: network "
+        f"and labels differ on {num_wrong}"
+    )
 
 
 def describe_learned(
@@ -289,8 +307,8 @@ def add_closure(
             result.differs_at += [difference] * known.contains(difference)
             return
     result.measured.append(
-        f"no proof for all lengths: the network has more than {regular.MAX_STATES:,} states, or its bits depend on the "
-        "row of the batch, as trained and with each change"
+        f"no proof for all lengths: the network has more than {regular.MAX_STATES:,} states, its bits depend on the "
+        "row of the batch, or its answers differ from the task, as trained and with each change"
     )
 
 

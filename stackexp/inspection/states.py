@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from stackexp.certification.automata import REGULAR
 from stackexp.datamodules.formal_language import LengthSet, build_string_batch
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.loading import load_run
@@ -32,7 +33,6 @@ from stackexp.reports.states import (
 )
 from stackexp.stack import use_implementation
 from stackexp.tasks import TASKS, Task, TaskBatch
-from stackexp.tasks.regular import MODULUS
 
 WINDOW = 5
 """Tokens of each string whose states are compared: the last ones, because a drift grows along the string."""
@@ -77,33 +77,6 @@ def build_states(paths: Sequence[Path], num_strings: int = 64) -> Report:
 # The states of a task
 
 
-def track_modular_arithmetic(strings: np.ndarray) -> np.ndarray:
-    """Return the state of the automaton of modular_arithmetic after each symbol.
-
-    It is the sum of the finished terms, the last term or the factor of the next digit, and which of these it is.
-    """
-    states = np.empty_like(strings)
-    total, factor, term = (np.full(len(strings), value) for value in (0, 1, 0))
-    for i, symbols in enumerate(strings.T):
-        if i % 2:
-            operator = symbols - MODULUS  # 0 +, 1 -, 2 *
-            total = np.where(operator == 2, total, total + term) % MODULUS
-            factor = np.choose(operator, [1, MODULUS - 1, term])
-        else:
-            term = factor * symbols % MODULUS
-        states[:, i] = (total * MODULUS + (factor if i % 2 else term)) * 2 + i % 2
-    return states
-
-
-STATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "even_pairs": lambda strings: 2 * strings[:, :1] + strings,  # first and current symbol
-    "parity_check": lambda strings: strings.cumsum(1) % 2,
-    "cycle_navigation": lambda strings: (strings - 1).cumsum(1) % MODULUS,
-    "modular_arithmetic": track_modular_arithmetic,
-}
-"""Task -> the state of its automaton after each symbol [B, L] of the strings [B, L]."""
-
-
 def label_tokens(task: Task, strings: TaskBatch) -> np.ndarray:
     """Return the state that each token must have reached [B, T], or -1 for tokens that are not compared.
 
@@ -111,8 +84,9 @@ def label_tokens(task: Task, strings: TaskBatch) -> np.ndarray:
     answer, at its token; in tasks of a stack, this is the symbol on top.
     """
     labels = np.where(strings.mask, strings.targets, -1)
-    if task.name in STATES:
-        labels = np.concatenate([STATES[task.name](strings.inputs), np.full_like(labels, -1)], 1)
+    if task.family == "regular" and task.name in REGULAR:
+        states = REGULAR[task.name]().automaton.run(strings.inputs)
+        labels = np.concatenate([states, np.full_like(labels, -1)], 1)
     elif not task.answers_every_token:
         labels = np.concatenate([np.full_like(strings.inputs, -1), labels], 1)
     num_later = (labels >= 0)[:, ::-1].cumsum(1)[:, ::-1]
