@@ -42,6 +42,7 @@ WRONG = {
     "strings [2, 5] of int64; return int64 [3, ": lambda x, y: (x[:2], y),
     "the string id 2; return ids from 0 to 1": lambda x, y: (x + 1, y),
     "the answer id -1; return ids from 0 to 1": lambda x, y: (x, y - 1),
+    "its mask counts no answer; raise its min_length": lambda x, y: (x, y, np.zeros(y.shape, bool)),
     "a string without an answer; each needs one that is not -100": lambda x, y: (x, np.where(x[:, :1] == 0, y, -100)),
 }
 
@@ -54,6 +55,14 @@ def test_a_generator_that_breaks_its_contract_is_named(message):
     task = Task("mine", "own", generate, "ab", "xy", lambda length: length, answers_every_token=True)
     with pytest.raises(ConfigError, match="^task mine: " + ".*" + re.escape(message)):
         task.sample(np.random.default_rng(0), 3, 5)
+
+
+@pytest.mark.parametrize("answers_every_token", [True, False])
+def test_answers_have_the_length_of_the_strings_that_exist(answers_every_token):
+    task = Task("mine", "own", draw_letters, "ab", "xy", lambda length: length, answers_every_token, 2, 2)
+    sizes = [task.sample(np.random.default_rng(0), 3, length).targets.shape[1] for length in (4, 5, 6)]
+    assert sizes == [4, 4, 6]
+    assert task.count_tokens(5) == task.count_tokens(4) == (4 if answers_every_token else 8)
 
 
 def test_strings_longer_than_the_length_are_named():

@@ -102,7 +102,7 @@ def test_dyck_strings_are_balanced_and_reach_the_depth(types, depth):
     task = TASKS[f"dyck_{types}_{depth}"]
     for length in (2, 3, 40, 41):
         batch, deepest = task.sample(np.random.default_rng(length), 64, length), 0
-        assert batch.inputs.shape[1] == task.output_length(length) == length - length % 2
+        assert batch.inputs.shape[1] == batch.targets.shape[1] == length - length % 2
         for string, target, mask in zip(*batch, strict=True):
             stack, closing = [], [x >= types for x in string[1:]]
             for symbol in string:

@@ -76,6 +76,7 @@ class Task:
 
     def count_tokens(self, length: int) -> int:
         """Return the tokens of a string of this length, including empty tokens."""
+        length = self.fit(length)
         return self.output_length(length) + (0 if self.answers_every_token else length)
 
     def sample(self, rng: np.random.Generator, batch_size: int, length: int, loop_fraction: float = 0.0) -> TaskBatch:
@@ -101,6 +102,8 @@ class Task:
         mask = targets != NO_TARGET
         if counted:
             mask &= counted[0] if counted[0].ndim == 2 else np.arange(targets.shape[1]) <= counted[0][:, None]
+        if not mask.any():
+            raise ConfigError(f"task {self.name}: at length {length} its mask counts no answer; raise its min_length")
         return TaskBatch(inputs, targets, mask)
 
     def fit(self, length: int) -> int:
@@ -115,7 +118,7 @@ class Task:
     def _check(self, inputs: np.ndarray, targets: np.ndarray, batch_size: int, length: int) -> None:
         """Raise ConfigError if strings or answers have other shapes, types or ids than the task declares."""
         where = f"task {self.name}: at length {length} its generator returned"
-        answers = self.output_length(length)
+        answers = self.output_length(self.fit(length))
         for name, array, num_ids in (
             ("string", inputs, self.num_symbols),
             ("answer", targets, self.num_answer_symbols),
