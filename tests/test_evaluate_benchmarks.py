@@ -13,6 +13,8 @@ from corpora import prepare_set
 from forks import Forks
 
 pytest.importorskip("lm_eval")
+from lm_eval.api.instance import Instance
+
 from stackexp import cli
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.benchmarks import prompts, tasks
@@ -129,6 +131,21 @@ def test_bits_per_byte_count_all_bytes_that_are_scored(name, datasets):
     """Prompts of hellaswag and winogrande end with a space, which is scored with the answer."""
     scores = score_task(ByteModel(), TaskLoader(datasets).load(name))
     assert scores.bits_per_byte == pytest.approx(math.log2(257), rel=1e-6)
+
+
+def test_all_tokens_of_an_answer_longer_than_the_context_are_scored(monkeypatch):
+    model, seen = ByteModel(), []
+    monkeypatch.setattr(model, "max_length", 4)
+    score = model._loglikelihood_tokens
+    monkeypatch.setattr(
+        model, "_loglikelihood_tokens", lambda requests, **kwargs: [*map(seen.append, requests)] and score(requests)
+    )
+    pairs = [("ab", "c" * 10), ("ab", "cdef")]
+    requests = [Instance("loglikelihood", {}, pair, 0, ("task", 0, 1)) for pair in pairs]
+    assert model.loglikelihood(requests) == [(pytest.approx(-n * math.log(257)), False) for n in (10, 4)]
+    texts = [(key, bytes(before).decode(), bytes(after).decode()) for key, before, after in seen]
+    assert texts[:3] == [(None, "ab" + "c" * n, "c" * size) for n, size in ((0, 4), (4, 4), (8, 2))]
+    assert texts[3] == (pairs[1], "ab", "cdef"), "whole answers are cached"
 
 
 def test_two_commands_share_the_cache_of_responses(tmp_path):

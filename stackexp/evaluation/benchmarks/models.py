@@ -1,6 +1,7 @@
 """The models that lm-eval scores: the program's own decoder, and a Hugging Face folder."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def count_scored_bytes(*texts: str) -> int:
 class WholeAnswers(TemplateLM):
     """A base class that scores every token of an answer. lm-eval itself skips a token that also ends the prompt.
 
-    Only the last `max_length` tokens of a longer answer are scored.
+    An answer of more than `max_length` tokens is scored in parts of this length, each after those before it.
     """
 
     max_length: int
@@ -47,14 +48,20 @@ class WholeAnswers(TemplateLM):
 
         Raises RunError for an answer without tokens.
         """
-        encoded = []
+        windows: list[Request] = []
+        counts = []
         for request in requests:
             before, after = self._encode_pair(*request.args)
             if not after:
                 where = f"{request.task_name}: document {request.doc_id}"
                 raise RunError(f"{where}: the answer {request.args[1]!r} has no token; remove the document")
-            encoded.append((request.args, before, after[-self.max_length :]))
-        return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
+            starts = range(0, len(after), self.max_length)
+            key = request.args if len(starts) == 1 else None
+            windows += [(key, [*before, *after[:i]], after[i : i + self.max_length]) for i in starts]
+            counts.append(len(starts))
+        scored = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
+        answers = [list(itertools.islice(scored, count)) for count in counts]
+        return [(sum(score for score, _ in parts), all(greedy for _, greedy in parts)) for parts in answers]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Return the tokens of both texts; spaces at the end of the prompt become part of the answer."""
