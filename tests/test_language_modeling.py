@@ -42,6 +42,16 @@ def test_gradients_are_clipped_by_the_global_norm(batch):
     assert all(torch.equal(a, p.grad) for a, p in zip(before, lm.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_logged_learning_rate_is_the_one_of_the_schedule(batch, optimizer):
+    """With muP, the first group of Muon has half of it."""
+    mup = ["model.mup_base_size=4", "model.init=fan_in", "model.embedding_std=0.02"]
+    lm = build(f"optimizer.kind={optimizer}", "optimizer.lr=4e-3", "schedule.warmup_steps=4", *mup)
+    lm.training_step(batch, 0).backward()
+    lm.configure_gradient_clipping(lm.configure_optimizers()["optimizer"])
+    assert lm.step_metrics.drain()["train/lr"] == pytest.approx(1e-3)
+
+
 def test_non_finite_gradient_error_has_step_and_samples(batch):
     lm = build()
     lm.training_step(batch, 0).backward()

@@ -100,10 +100,16 @@ def test_muon_requires_the_fans_of_a_memory():
         build_muon(MuonConfig(), model)
 
 
-def test_muon_requires_a_matrix():
-    model = registry.build("model", compose(["formal/lstm"], []).model)
-    with pytest.raises(RunError, match="muon: the model has no matrix between embedding and output; use adamw"):
+@pytest.mark.parametrize(("name", "matrix"), [("lstm", "weight_ih_l0"), ("stack_rnn", "recurrent")])
+def test_muon_leaves_out_no_matrix(name, matrix):
+    model = registry.build("model", compose([f"formal/{name}"], []).model)
+    with pytest.raises(RunError, match=f"muon: layers.0.{matrix} is no weight of an nn.Linear; use adamw"):
         build_muon(MuonConfig(), model)
+
+
+def test_muon_requires_a_matrix():
+    with pytest.raises(RunError, match="muon: the model has no matrix between embedding and output; use adamw"):
+        build_muon(MuonConfig(), torch.nn.Embedding(3, 4))
 
 
 def test_muon_resumes_bit_for_bit():

@@ -117,6 +117,26 @@ def test_tokens_are_counted_and_resumed():
     assert resumed.tokens == seen + draw_batch(4)["tokens"].numel()
 
 
+def test_counts_are_divided_in_float32():
+    """With bf16-true, Lightning makes bfloat16 the default dtype, to which torch converts integers in a division."""
+    model = Transduction(compose(["formal/lstm"], ["data.task=dyck_2_3", "model.hidden_size=8"]))
+    strings = TASKS["dyck_2_3"].sample(np.random.default_rng(0), 7, 41)
+    batch = build_string_batch(strings, TASKS["dyck_2_3"]) | {"index": torch.arange(7)}
+    batch |= {"answers": (batch["targets"] != NO_TARGET).sum(), "counted": batch["mask"].sum()}
+    batch |= {"length": 41, "max_length": 41}
+    scores = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            metric = SequenceScores(7)
+            model.update_set_metric(metric, batch)
+            model.training_step(batch, 0)
+            scores.append(metric.compute() | {"train": float(model.step_metrics.drain()["train/accuracy"])})
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert scores[0] == scores[1]
+
+
 def test_non_finite_gradient_error_has_step_and_length():
     model, strings = build(), draw_batch(3)
     model.training_step(strings, 0).backward()

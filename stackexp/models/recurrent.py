@@ -183,12 +183,16 @@ class StackRNNLayer(nn.Module):
             projected = projected.to(dtype).transpose(0, 1)  # [T, B, d]
             h, slots = state or (projected.new_zeros(x[:, 0].shape), projected.new_zeros(len(x), 0, size))
             hidden, actions, slots = scan_stack_rnn(projected, h, slots, recurrent, weight, bias, self.num_slots)
+            if len(hidden) == 1:  # nothing reads its push; DDP requires gradients of all weights, here zeros
+                hidden = hidden + 0 * slots.sum()
         stats = average_actions(actions) if probe else {}
         return hidden.transpose(0, 1).to(x.dtype), (hidden[-1], slots), stats
 
     def count_update_multiply_adds(self, context_length: int) -> float:
-        """Return the multiply-adds of one stack update: three per occupied element."""
-        return 3 * self.config.slot_size * min(context_length, self.config.num_slots)
+        """Return the multiply-adds of one stack update, the mean over the tokens: three per occupied element."""
+        full = min(context_length, self.config.num_slots)
+        occupied = full * (full + 1) / 2 + (context_length - full) * full  # the sum over all tokens
+        return 3 * self.config.slot_size * occupied / context_length
 
 
 class LSTM(Recurrent):

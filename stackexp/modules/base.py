@@ -238,7 +238,8 @@ class TrainingModule(pl.LightningModule):
         if self.config.trainer.gradient_clip_val is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.config.trainer.gradient_clip_val, norm)
         self.step_metrics.add("train/grad_norm", norm)
-        self.step_metrics.add("train/lr", optimizer.param_groups[0]["lr"])
+        group = optimizer.param_groups[0]  # muP scales its rate
+        self.step_metrics.add("train/lr", self.config.optimizer.lr * group["lr"] / group["initial_lr"])
         self._handle_spike(loss_value)
         self._losses.clear()
         self._samples.clear()

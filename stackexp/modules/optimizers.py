@@ -26,7 +26,8 @@ def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
     """Build Muon for the matrices between embedding and output projection, and AdamW for everything else.
 
     Matrices of memories count if they map from hidden states or to one (`Memory.fans`); a single row or column is a
-    vector. Raises RunError if a memory does not state the fans of its weights.
+    vector. Raises RunError if a memory does not state the fans of its weights, or if a layer has a matrix that is not
+    the weight of an nn.Linear, as recurrent models do.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     fans = _find_fans(model, is_required=True)
@@ -36,6 +37,10 @@ def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
         for p in parameters
         if p.ndim == 2 and min(p.shape) > 1 and fans.get(p) in MUON_EXPONENTS and p not in excluded
     }
+    for i, layer in enumerate(getattr(model, "layers", ())):
+        for name, p in layer.named_parameters():
+            if p.ndim == 2 and min(p.shape) > 1 and p not in fans:
+                raise RunError(f"optimizer.kind: muon: layers.{i}.{name} is no weight of an nn.Linear; use adamw")
     if not matrices:
         raise RunError("optimizer.kind: muon: the model has no matrix between embedding and output; use adamw")
     others = [p for p in parameters if p not in matrices]

@@ -59,10 +59,12 @@ class Transduction(TrainingModule):
         output = self.model(batch["tokens"], probe=self.probe)
         logits = output.logits[:, -targets.shape[1] :]
         losses = compute_losses(logits, targets, self.config.trainer.z_loss, self.config.data.label_smoothing)
-        share = (targets != NO_TARGET).sum() / batch["answers"]  # 1, unless the strings of a task have other numbers
+        share = (targets != NO_TARGET).sum().float() / batch[
+            "answers"
+        ]  # 1, unless the strings of a task have other numbers
         is_correct = (self.predict(logits) == targets) & batch["mask"]
         loss = self.compute_training_loss(losses.scale(share), output, torch.tensor([batch["length"]]))
-        self.step_metrics.add("train/accuracy", is_correct.sum() / batch["counted"])
+        self.step_metrics.add("train/accuracy", is_correct.sum().float() / batch["counted"])
         self.step_metrics.add("train/max_length", float(batch["max_length"]))
         return loss
 
@@ -74,7 +76,7 @@ class Transduction(TrainingModule):
         """Score one batch of strings of one length."""
         logits, losses = compute_answer_losses(self.model, batch)
         targets = batch["targets"]
-        losses *= targets.shape[1] / (targets != NO_TARGET).sum(1, keepdim=True)  # the mean of each string
+        losses *= targets.shape[1] / (targets != NO_TARGET).sum(1, keepdim=True).float()  # the mean of each string
         is_right = self.predict(logits) == targets
         metric.update(batch["index"], losses, is_right & batch["mask"], batch["mask"])
 
