@@ -102,8 +102,15 @@ LARGE = np.random.default_rng(0).integers(0, 100_000, 1000)
 @pytest.mark.parametrize("ids", [LARGE, LARGE % 20], ids=["large", "tiny"])
 def test_raw_ids_of_more_than_two_bytes_are_refused_without_their_type(tmp_path, ids, dtype):
     path = write(tmp_path / "part-0.npy", ids, dtype)
-    with pytest.raises(RunError, match=r"part-0\.npy: its ids seem to have 4 bytes.*give --dtype"):
+    size = np.dtype(dtype).itemsize
+    message = rf"part-0\.npy: its ids seem to have {size} bytes, because every second uint16 is tiny; give --dtype"
+    with pytest.raises(RunError, match=message):
         TokenFile(path)
+    with pytest.raises(RunError, match=message):
+        TokenFile(write(tmp_path / "few-part-0.npy", ids[1:5], dtype))
+    if size == 8:
+        with pytest.raises(RunError, match="its ids seem to have 8 bytes, because every second uint32 is 0; give"):
+            TokenFile(path, dtype="uint32")
     with pytest.raises(RunError, match=r"raw ids of a vocabulary of 100,000, of unknown type; give --dtype"):
         TokenFile(path, vocab_size=100_000)
     name = np.dtype(dtype).name

@@ -40,6 +40,7 @@ MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 # Raw ids seem to be uint32 if every second uint16 is below TINY, but many of the others are not.
 TYPE_SAMPLE, MIN_TYPE_SAMPLE, TINY = 1 << 20, 8, 32
+MIN_WIDER_SAMPLE = 64  # pairs of ids whose second is always 0, from which they have twice the bytes of the given type
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,10 @@ class TokenFile:
         if size % kind.itemsize:
             raise RunError(f"{self.name}: {size:,} bytes are not a whole number of {kind.name} token ids; {REMEDY}")
         tokens = np.memmap(self.path, kind, "r")
-        if is_unknown and _looks_like_uint32(tokens):
+        if self.record is None and (width := _find_wider_ids(tokens, is_unknown)):
             raise RunError(
-                f"{self.name}: its ids seem to have 4 bytes, because every second uint16 is tiny; {TYPE_REMEDY}"
+                f"{self.name}: its ids seem to have {width} bytes, because every second {kind.name} is "
+                f"{'tiny' if is_unknown else 0}; {TYPE_REMEDY}"
             )
         return tokens
 
@@ -231,14 +233,21 @@ def read_megatron_index(path: Path, tokens: Path, size: int) -> tuple[np.dtype, 
     return kind, ends[ends > 0]
 
 
-def _looks_like_uint32(words: np.ndarray) -> bool:
-    """Return True if uint16 words [N] seem to be the halves of uint32 ids: low, high, low, high ..."""
-    sample = np.asarray(words[: TYPE_SAMPLE - TYPE_SAMPLE % 2])
+def _find_wider_ids(words: np.ndarray, is_unknown: bool) -> int | None:
+    """Return the bytes of ids whose halves the words [N] seem to be: low, high, low, high ...; None for whole ids.
+
+    Words of an unknown type are suspected earlier than those of a type that the user gave.
+    """
+    if words.itemsize == 8:
+        return None
+    sample = np.asarray(words[: min(len(words) // 2 * 2, TYPE_SAMPLE)])
     low, high = sample[0::2], sample[1::2]
-    if len(high) < MIN_TYPE_SAMPLE:
-        return False
-    is_zero, is_tiny = not high.any() and low.any(), high.max() < TINY and np.mean(low >= TINY) > 1 / 4
-    return bool(is_zero or is_tiny)
+    is_zero = len(high) >= (2 if is_unknown else MIN_WIDER_SAMPLE) and not high.any() and low.any()
+    is_long = is_unknown and words.itemsize == 2 and len(high) >= MIN_TYPE_SAMPLE
+    if not is_zero and not (is_long and high.max() < TINY and np.mean(low >= TINY) > 1 / 4):
+        return None
+    wider = sample.view(f"<u{2 * words.itemsize}")
+    return _find_wider_ids(wider, is_unknown) or wider.itemsize
 
 
 class Chunks:
