@@ -24,6 +24,11 @@ BAD = {
     "negative ids": (lambda f: np.save(f / "x.npy", np.full(50, -1)), "token id -1"),
     "an unknown suffix": (lambda f: (f / "x.csv").write_bytes(b"x"), "unknown suffix; expected one of"),
     "no text": (lambda f: (f / "x.jsonl").write_bytes(b"\n"), "contains no tokens"),
+    "text under another key": (
+        lambda f: (f / "x.jsonl").write_bytes(b'{"content": "a"}\n'),
+        r"x\.jsonl: no text can be read: .*x\.jsonl:1: ",
+    ),
+    "text in Latin-1": (lambda f: (f / "x.txt").write_bytes(b"\xfc ber"), r"no text can be read: .*x\.txt:1: "),
     "a corrupt gzip": (
         lambda f: (f / "x.jsonl.gz").write_bytes(gzip.compress(make_json_lines())[:-40]),
         "corrupt or cut short",

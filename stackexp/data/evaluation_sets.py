@@ -275,6 +275,8 @@ def _write_tokens(target: Path, path: Path, sources: list[Source], digest: str, 
         for block in tokenize_pieces(read(), tokenizer):
             text_bytes += block.bytes
             yield block.ids
+        if bad and not text_bytes:
+            raise RunError(f"{path}: no text can be read: {bad[0]}")
 
     write_token_file(
         target,
