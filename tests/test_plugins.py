@@ -97,6 +97,13 @@ def test_broken_plugin_is_a_one_line_error(code, message):
     assert message in compose_error([BASE, write("x.yaml", "seed: 1\nplugins:\n  - bad.py\n")])
 
 
+def test_a_folder_without_python_files_is_no_plugin(monkeypatch):
+    Path("notes").mkdir()
+    monkeypatch.syspath_prepend(".")
+    message = compose_error([BASE], "plugins=[notes]")
+    assert "cannot import 'notes': ImportError: a folder without Python files registers nothing" in message
+
+
 TASK_PLUGIN = """
 from stackexp.tasks import task
 

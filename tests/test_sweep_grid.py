@@ -50,6 +50,18 @@ def test_axes_vary_one_key_at_a_time_around_the_center():
     assert get_values(sweep) == [(4, 24), (1, 24), (8, 24), (4, 8)]
 
 
+def test_trials_keep_the_names_of_their_folders_and_say_so(capsys):
+    first = build_sweep(list=[{"name": "small", S: 8}, {"name": "large", S: 16}])
+    for trial in first.trials:
+        trial.folder.path.mkdir(parents=True)
+    assert get_labels(first) == ["small", "large"]
+    assert capsys.readouterr().err == ""
+    swapped = build_sweep(list=[{"name": "large", S: 8}, {"name": "small", S: 16}])
+    assert get_labels(swapped) == ["small", "large"]
+    note = "note: shown by the names of their folders, from an earlier run: large as small, small as large\n"
+    assert capsys.readouterr().err == note
+
+
 def test_list_takes_names_section_choices_and_configs():
     listed = [
         {"name": "q/b c: d", "model.memory": "queue"},
@@ -213,6 +225,17 @@ def test_errors_name_file_line_and_nearest_valid_name():
     assert f"center.{S}: no axis or grid has this name" in get_error(axes={H: [1, 2]}, center={H: 1, S: 1})
     for section, value in {"grid": {"seed": [1]}, "list": [{"seed": 1}]}.items():
         assert f"{section}: seed is set by two of grid, axes" in get_error(**{section: value}, seeds=[2])
+    nested = {"model": {"num_layers": 3}}
+    for keys in ({"grid": {"model.num_layers": [4]}}, {"axes": {"model.num_layers": [4]}}):
+        assert "list: model.num_layers is set by two of" in get_error(list=[nested], **keys)
+    for keys, override in (
+        ({"list": [nested]}, "model.num_layers=9"),
+        ({"grid": {"model": [{"num_layers": 3}]}}, "model.num_layers=9"),
+        ({"grid": {"model.num_layers": [3]}}, "model={num_layers: 9}"),
+        ({"resources": {"devices": 2}}, "trainer={devices: 1}"),
+    ):
+        assert f"override {override}: the sweep sets " in get_error(override, **keys)
+    assert "list: a_b is the name of two entries" in get_error(list=[{"name": "a/b", S: 8}, {"name": "a b", S: 16}])
     assert "objective: score_41_500 is an accuracy; set direction: maximize" in get_error(objective="score_41_500")
     assert "name: 'a b' cannot name a folder" in get_error(name="a b")
     duplicates = [{"name": "a"}, {"name": "b", "trainer.devices": 2}]

@@ -73,8 +73,8 @@ def compose(
         layers.add_file(find_config(name))
     layers.add_overrides(list(overrides))
     if configs and "name" not in layers.tree:
-        names = [Path(name).stem if name.endswith((".yaml", ".yml")) else name for name in configs]
-        layers.tree["name"] = Leaf("+".join(names), "")
+        names = [Path(name).stem if name.lower().endswith((".yaml", ".yml")) else name for name in configs]
+        layers.tree["name"] = Leaf("+".join(names), f"named after {' '.join(configs)}")
     layers.tree["plugins"] = Leaf([import_plugin(name, folder) for name, folder in layers.plugins], "")
     schema = _build_schema(layers.tree)
     config, origins = _convert(schema, layers.tree)
@@ -112,7 +112,19 @@ def _replace(values: dict[str, Any], key: str, text: str) -> None:
 
 def to_yaml(config: ExperimentConfig) -> str:
     """Convert a config to YAML. `load_config` returns an equal config for it."""
-    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+    values = _escape(dataclasses.asdict(config))
+    for key, text in config.environment_texts.items():
+        _replace(values, key, text)
+    return OmegaConf.to_yaml(OmegaConf.create(values))
+
+
+def _escape(value: Any) -> Any:
+    """Return nested values in which a text with `${` is no interpolation."""
+    if isinstance(value, dict):
+        return {key: _escape(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_escape(inner) for inner in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def build_dataclass(cls: type, tree: Tree) -> Any:

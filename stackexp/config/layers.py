@@ -8,6 +8,7 @@ to the defaults of that kind.
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ class Layers:
 
     def add_overrides(self, arguments: list[str]) -> None:
         """Merge overrides: choices and kinds first, outer sections before inner ones; then single keys, in order."""
-        overrides = [(key, read_value(text, origin), text, origin) for key, text, origin in split_overrides(arguments)]
+        overrides = list(read_overrides(arguments))
         for key, value, text, origin in sorted(overrides, key=lambda override: _get_rank(*override[:2])):
             if not _is_choice(key, value):
                 self._merge_at(key, value)
@@ -218,6 +219,35 @@ class Layers:
         self.plugins += [(Leaf(name, leaf.origin), folder) for name in names]
 
 
+def read_overrides(arguments: list[str]) -> Iterator[tuple[str, Leaf | Tree, str, str]]:
+    """Yield (key, value, text, origin) of each override; a section with options yields each of these.
+
+    Raises ConfigError for an empty section, which would change nothing.
+    """
+    for key, text, origin in split_overrides(arguments):
+        yield from _split_section(key, read_value(text, origin), text, origin)
+
+
+def _split_section(key: str, value: Leaf | Tree, text: str, origin: str) -> Iterator[tuple[str, Leaf | Tree, str, str]]:
+    if key not in list_sections() or key == VALIDATION_SETS:
+        yield key, value, text, origin
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _split_section(f"{key}.{name}", inner, str(getattr(inner, "value", "")), origin)
+    elif value.value == {}:
+        remedy = ", or null to remove it" if key not in build_default_tree() else ""
+        raise ConfigError(f"{key}: {{}} changes nothing; give its options{remedy}", origin)
+    else:
+        yield key, value, text, origin
+
+
+def list_options(key: str, value: Any) -> list[str]:
+    """Return the keys that a plain value sets: those of its options if it is the mapping of a section."""
+    if not isinstance(value, dict) or key not in list_sections() or key == VALIDATION_SETS:
+        return [key]
+    return [option for name, inner in value.items() for option in list_options(f"{key}.{name}", inner)]
+
+
 def _is_choice(key: str, value: Leaf | Tree) -> bool:
     """Return True if an override chooses a file for a section, or removes the section."""
     return key in list_sections() and isinstance(value, Leaf) and value.value != {}
@@ -225,8 +255,8 @@ def _is_choice(key: str, value: Leaf | Tree) -> bool:
 
 def _get_rank(key: str, value: Leaf | Tree) -> float:
     """Return the sort key of an override: the depth of a section whose file or kind it chooses, else infinity."""
-    section = key.removesuffix(".kind")
-    return section.count(".") if _is_choice(key, value) or section in SECTIONS else math.inf
+    is_kind = key.endswith(".kind") and key.removesuffix(".kind") in SECTIONS
+    return key.removesuffix(".kind").count(".") if is_kind or _is_choice(key, value) else math.inf
 
 
 def find_origin(tree: Leaf | Tree) -> str:
@@ -247,7 +277,7 @@ def _merge(base: Tree, top: Tree, section: str) -> None:
             if not isinstance(base.get(name), dict):
                 base[name] = {}
             _merge(base[name], value, key)
-        elif value.value != {} or not isinstance(base.get(name), dict):
+        elif value.value != {} or key not in list_sections() or key == VALIDATION_SETS:
             base[name] = _check_section_value(key, value) if key in list_sections() else value
 
 

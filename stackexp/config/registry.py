@@ -109,7 +109,8 @@ def import_plugin(name: "Leaf", folder: Path) -> str:
         if file:
             _import_file(file)
             return str(file)
-        importlib.import_module(name.value)
+        if getattr(importlib.import_module(name.value), "__file__", None) is None:
+            raise ImportError("a folder without Python files registers nothing; give a Python file")
         return name.value
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == name.value.split(".")[0]

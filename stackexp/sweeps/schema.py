@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
 from stackexp.config.fields import Errors, option
+from stackexp.config.layers import list_options
 from stackexp.config.model import PAPER_SYMBOLS
 from stackexp.config.yaml_files import Leaf, read_value
 from stackexp.errors import ConfigError, suggest_name
@@ -141,17 +142,24 @@ class SweepConfig:
             yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - + between slashes"
 
     def _find_duplicate_keys(self) -> Errors:
+        options: dict[str, set[str]] = {"seeds": {"seed"} if self.seeds else set()}
         for section, searched in {"grid": self.grid, "axes": self.axes}.items():
             for key, values in searched.items():
                 if not values:
                     yield f"{section}.{key}", "expected at least one value"
-        listed = [key for entry in self.list for key in entry if key != "name"]
-        keys = [*self.grid, *self.axes, *dict.fromkeys(listed), *(["seed"] if self.seeds else [])]
-        for key in keys:
-            if keys.count(key) > 1:
-                where = "grid" if key in self.grid else "axes" if key in self.axes else "list"
-                yield where, f"{key} is set by two of grid, axes, list and seeds"
-        if self.search and keys:
+            options[section] = {
+                x for key, values in searched.items() for value in values for x in list_options(key, value)
+            }
+        listed = [pair for entry in self.list for pair in entry.items() if pair[0] != "name"]
+        options["list"] = {x for key, value in listed for x in list_options(key, value)}
+        for (_, first), (section, second) in itertools.combinations(options.items(), 2):
+            for key in sorted(first & second):
+                yield section, f"{key} is set by two of grid, axes, list and seeds"
+        names = [_join_label([_format_word(entry["name"])]) for entry in self.list if "name" in entry]
+        for name in dict.fromkeys(names):
+            if names.count(name) > 1:
+                yield "list", f"{name} is the name of two entries"
+        if self.search and any(options.values()):
             yield "search", "a search chooses its own trials; remove grid, axes, list and seeds"
 
 

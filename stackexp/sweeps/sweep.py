@@ -21,8 +21,10 @@ from stackexp.config.layers import (
     find_origin,
     get_shipped_folder,
     list_config_names,
+    list_options,
     list_sections,
     list_shipped,
+    read_overrides,
     split_overrides,
 )
 from stackexp.config.registry import find_trusted_file
@@ -85,6 +87,7 @@ class Sweep:
     @cached_property
     def _listed_trials(self) -> list[Trial]:
         found: dict[str, tuple[str, Trial]] = {}
+        renamed = []
         for label, values in expand(self.config):
             trial = self.build_trial(values, label)
             first, _ = found.setdefault(compute_config_hash(trial.config), (label, trial))
@@ -93,6 +96,12 @@ class Sweep:
                     f"{display_path(self.path)}: {first} and {label} are the same trial: their configs differ in "
                     "nothing that changes the results; remove one"
                 )
+            if (name := trial.name.rpartition("-")[0]) != label:
+                renamed.append(f"{label} as {name}")
+        if renamed:
+            print(
+                f"note: shown by the names of their folders, from an earlier run: {', '.join(renamed)}", file=sys.stderr
+            )
         return [trial for _, trial in found.values()]
 
     def check_trials(self) -> None:
@@ -183,14 +192,15 @@ class Sweep:
         overrides += [self._locate(f"{key}={format_value(value)}", key) for key, value in options.items()]
         if self._is_copy:
             overrides.append(f"logging.root={format_value(str(self._get_root()))}")
-        overrides += [f"name={self.name}", "logging.progress_bar=false"]
+        overrides += [LocatedOverride(f"name={self.name}", display_path(self.path)), "logging.progress_bar=false"]
         self._check_plugins(values)
         configs, tokens = self._find_configs(values), values.get("tokens", self.config.tokens)
         if tokens is None:
             return compose(configs, overrides)
         if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not 0 < tokens < math.inf:
             raise ConfigError(f"tokens: expected a number > 0, found {tokens!r}", self._get_origin("tokens"))
-        if STEPS in [*values, *(key for key, _, _ in split_overrides(self.all_overrides))]:
+        searched = [option for key, value in values.items() for option in list_options(key, value)]
+        if STEPS in [*searched, *(key for key, *_ in read_overrides(self.all_overrides))]:
             raise ConfigError(f"tokens sets {STEPS}; give only one of them", display_path(self.path))
         config = compose(configs, [*overrides, f"{STEPS}={ENDLESS}"])  # only to read the batch size
         steps = math.ceil(tokens / config.data.global_batch_tokens)
@@ -266,7 +276,7 @@ def load_sweep(target: str, overrides: Iterable[str] = ()) -> Sweep:
         raise ConfigError(f"{shown}: arms: a question, not a sweep; run: python -m stackexp verdict {shown}")
     config = build_dataclass(SweepConfig, tree)
     sweep = Sweep(path, config, _find_origins(config, tree), tuple(overrides))
-    for key, _, origin in split_overrides(sweep.all_overrides):
+    for key, _, _, origin in read_overrides(sweep.all_overrides):
         if key in sweep.origins:
             raise ConfigError(f"the sweep sets {key} at {sweep.origins[key]}; change it there", origin)
         if key == "name":
@@ -325,4 +335,7 @@ def _find_origins(config: SweepConfig, tree: Tree) -> dict[str, str]:
     if search := sections.pop("search", {}):
         sections["space"] = search["space"]
     origins |= {key: find_origin(value) for section in sections.values() for key, value in section.items()}
-    return origins | {key: find_origin(tree["list"]) for entry in config.list for key in entry}
+    for key, values in (config.grid | config.axes).items():
+        origins |= {option: origins[key] for value in values for option in list_options(key, value)}
+    listed = [option for entry in config.list for key, value in entry.items() for option in list_options(key, value)]
+    return origins | dict.fromkeys(listed, find_origin(tree["list"]) if listed else "")
