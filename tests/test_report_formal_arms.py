@@ -30,6 +30,7 @@ def test_arms_have_means_intervals_and_solved_seeds(tmp_path, capsys):
     assert "| parity_check | 0/3 | 2/3 |" in " ".join(printed.split())
     assert f"| repl_s3 (21 to 200) | **0.33** | {ABSENT} |" in " ".join(printed.split())
     assert f"| repl_s3 (21 to 200) | 0/1 | {ABSENT} |" in " ".join(printed.split())
+    assert "without a recorded time" not in printed
     assert "| hours | 1.2 | 1.0 |" in " ".join(printed.split()), "the tuning counts as cost, not as a score"
 
 
@@ -62,6 +63,7 @@ def test_a_failed_run_counts_as_not_solved(tmp_path, capsys):
     assert main(command) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "| parity_check | 1/2 |" in printed
+    assert "the last session; those without a recorded time (1) count as 0" in printed
     assert "Failed runs count as not solved, and are in no mean accuracy: lstm on parity_check (1)" in printed
 
 

@@ -50,11 +50,12 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
         runs = [run for run in runs if is_trial(run) or settings.get(run.row["arm"], {}).items() <= run.row.items()]
     found: dict[tuple[str, str, int], Row] = {}
     changes: dict[str, list[str] | None] = {}  # of each arm to the paper's stack; None: not a stack
-    unscored, failed = [], Counter[tuple[str, str]]()
+    unscored, failed, untimed = [], Counter[tuple[str, str]](), 0
     for run in runs:
         path, arm, task = Path(run.row["path"]), run.row["arm"], run.task
         is_tuning = is_trial(run)
         hours[arm.rpartition("-")[0] if is_tuning else arm] += run.row.get("seconds", 0.0) / 3600
+        untimed += run.is_finished and "seconds" not in run.row
         score = run.compute_score(run.lengths)
         if not run.is_finished or (score is None and not is_tuning):
             unscored.append(path)
@@ -89,8 +90,10 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
         f"Mean accuracy on lengths {lengths[0]} to {lengths[1]}, or those stated, with {1 - LEVEL:.0%} intervals over "
         "seeds (Student's t). Bold or *: the highest mean"
     )
+    missing = f"; those without a recorded time ({untimed}) count as 0" if untimed else ""
     notes.append(
-        "Hours: of all runs with their tuning, one run after the other; of runs by earlier versions, the last session."
+        "Hours: of all runs with their tuning, one run after the other; of runs by earlier versions, the last session"
+        + missing
     )
     ours = {arm: ", ".join(found) for arm, found in changes.items() if found}
     notes += [f"{arm} (ours) differs from the paper's stack in {found}" for arm, found in ours.items()]
