@@ -1,9 +1,7 @@
-"""Small datasets in the format of each shipped task, and the verb `evaluate`."""
+"""Small datasets in the format of each shipped task."""
 
 import json
 from pathlib import Path
-
-from stackexp import cli
 
 QUESTIONS = [
     {"question": "Which animal barks?", "choices": {"text": ["a dog", "a fish", "a stone"], "label": ["A", "B", "C"]}},
@@ -70,13 +68,3 @@ def write_datasets(folder: Path) -> Path:
             lines = "".join(json.dumps(document) + "\n" for document in documents)
             (folder / task / f"{split}.jsonl").write_text(lines)
     return folder
-
-
-def evaluate(*arguments) -> int:
-    return cli.main(["evaluate", *map(str, arguments)])
-
-
-def read_error(capsys) -> str:
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ")
-    return error

@@ -173,6 +173,28 @@ def server(monkeypatch):
 
 
 @pytest.fixture
+def invoke(capsys):
+    """`invoke(command, *arguments)` runs the program in this process and returns its output, or its error line.
+
+    The command is split at spaces, the arguments are not. Fails unless the exit code is `expect`.
+    """
+    from stackexp.cli import main
+
+    def run(command: str = "", *arguments: object, expect: int = 0) -> str:
+        capsys.readouterr()  # of earlier calls
+        code = main([*command.split(), *map(str, arguments)])
+        printed, errors = capsys.readouterr()
+        assert code == expect, errors
+        if not expect:
+            return printed
+        line = errors.strip().splitlines()[-1]
+        assert line.startswith("error: "), errors
+        return line
+
+    return run
+
+
+@pytest.fixture
 def fetch(server, tmp_path):
     """`fetch(*arguments)` fetches from the server and returns the exit code."""
     from stackexp.cli import main

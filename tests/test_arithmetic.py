@@ -13,7 +13,7 @@ from language_runs import finish, write_run
 from records import losses, only_run
 from safetensors.torch import save_file
 
-from stackexp import cli, runs
+from stackexp import runs
 from stackexp.config.compose import compose
 from stackexp.config.data import ArithmeticConfig
 from stackexp.datamodules.arithmetic import ArithmeticData, build_tokenizer, split_problems
@@ -105,7 +105,7 @@ def test_mistakes_are_one_line():
 
 
 @pytest.mark.process
-def test_a_run_resumes_exactly_and_its_accuracy_is_that_of_generation(tmp_path, monkeypatch, capsys):
+def test_a_run_resumes_exactly_and_its_accuracy_is_that_of_generation(tmp_path, monkeypatch, invoke):
     forks = Forks(tmp_path)
     steps = ("trainer.max_steps=60", "trainer.val_check_interval=60", "trainer.checkpoint_interval=30")
     printed = forks.run("fit", "--config", "arithmetic/addition", *SMALL, *steps, "optimizer.lr=1e-2")
@@ -132,34 +132,29 @@ def test_a_run_resumes_exactly_and_its_accuracy_is_that_of_generation(tmp_path, 
 
     monkeypatch.chdir(tmp_path)
     outputs = ("--figure", "actions.png", "--csv", "actions.csv")
-    assert cli.main(["report", "actions", "runs", "--chunks", "16", *outputs]) == 0
-    printed = capsys.readouterr().out
+    printed = invoke("report actions runs --chunks 16", *outputs)
     assert "tiny: measured on held-out" in printed
     assert len(Path("actions.csv").read_text().splitlines()) == 1 + 3
     assert Path("actions.png").read_bytes().startswith(b"\x89PNG")
-    assert cli.main(["generate", "--run", str(run.path), "--prompt", "37+58=", "--max_new_tokens", "3"]) == 0
-    assert capsys.readouterr().out.startswith("37+58=")
-    assert cli.main(["report", "actions", "nowhere"]) == 1
-    assert capsys.readouterr().err == ("error: nowhere: no such folder; give run folders or folders of them\n")
+    assert invoke("generate --run", run.path, "--prompt", "37+58=", "--max_new_tokens", "3").startswith("37+58=")
+    error = invoke("report actions nowhere", expect=1)
+    assert error == ("error: nowhere: no such folder; give run folders or folders of them")
 
 
-def test_the_report_of_actions_needs_a_stack(tmp_path, monkeypatch, capsys):
+def test_the_report_of_actions_needs_a_stack(tmp_path, monkeypatch, invoke):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         finish(write_run(Path("plain", name), "model.memory=value_skip"), loss=3.0)
-    assert cli.main(["report", "actions", "plain"]) == 1
-    assert "without a stack: plain/b; give finished runs with" in capsys.readouterr().err
+    assert "without a stack: plain/b; give finished runs with" in invoke("report actions plain", expect=1)
     finish(write_run(Path("plain", "c"), "model.memory=stacktrans"), loss=3.0)
-    assert cli.main(["report", "actions", "plain"]) == 1
-    error = capsys.readouterr().err
+    error = invoke("report actions plain", expect=1)
     assert re.search("plain: skipped plain/c: .*checkpoint.*", error)
     assert "give finished runs" not in error
     write_run(Path("started", "d"), "model.memory=stacktrans")
-    assert cli.main(["report", "actions", "started"]) == 1
-    assert "`python -m stackexp fit --run RUN` resumes one: started/d;" in capsys.readouterr().err
+    assert "`python -m stackexp fit --run RUN` resumes one: started/d;" in invoke("report actions started", expect=1)
 
 
-def test_inspect_accepts_the_symbols_and_the_set_of_arithmetic(tmp_path, capsys):
+def test_inspect_accepts_the_symbols_and_the_set_of_arithmetic(tmp_path, invoke):
     config = compose(["arithmetic/addition"], [*SMALL, f"logging.root={tmp_path}"])
     run = runs.allocate_run(config)
     with run.start_session(config):
@@ -171,14 +166,12 @@ def test_inspect_accepts_the_symbols_and_the_set_of_arithmetic(tmp_path, capsys)
         ("--text", "37+58=95<|endoftext|>", "inspect: --text: the model has no symbol '<'; use 0-9 + * ="),
         ("--set", "foo", "--set: no set 'foo'; the only set of arithmetic is held-out"),
     ):
-        assert cli.main([*inspect, option, value]) == 2
-        assert capsys.readouterr().err == f"error: {message}\n"
+        assert invoke(*inspect, option, value, expect=2) == f"error: {message}"
     generate = ["generate", *inspect[1:], "--max_new_tokens", "3", "--prompt"]
-    assert cli.main([*generate, "37 + 58 ="]) == 2
-    assert capsys.readouterr().err == "error: generate: the text: the model has no symbol ' '; use 0-9 + * =\n"
-    assert cli.main([*generate, "37+58="]) == 0
-    assert cli.main(["validate", "--run", str(run.path), "--score-remainder"]) == 2
-    assert "--score-remainder requires a run on text" in capsys.readouterr().err
-    assert cli.main([*inspect, "--text", "37+58=95"]) == 0
-    assert cli.main([*inspect, "--set", "held-out", "--chunks", "4"]) == 0
-    assert "reads dropped" in capsys.readouterr().out
+    error = invoke(*generate, "37 + 58 =", expect=2)
+    assert error == "error: generate: the text: the model has no symbol ' '; use 0-9 + * ="
+    invoke(*generate, "37+58=")
+    error = invoke("validate --run", run.path, "--score-remainder", expect=2)
+    assert "--score-remainder requires a run on text" in error
+    invoke(*inspect, "--text", "37+58=95")
+    assert "reads dropped" in invoke(*inspect, "--set", "held-out", "--chunks", "4")

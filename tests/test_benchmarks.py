@@ -48,7 +48,7 @@ def known_ceilings(monkeypatch) -> None:
 
 
 @pytest.mark.process
-def test_gpu_measures_every_section_and_continues_after_a_failure(run_benchmark, tmp_path, monkeypatch, capsys):
+def test_gpu_measures_every_section_and_continues_after_a_failure(run_benchmark, tmp_path, monkeypatch, invoke):
     """On a CPU with small sizes and the eager backend; the inductor takes a minute."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(stack_step, "compiled_step", torch.compile(stack.step))
@@ -73,8 +73,7 @@ def test_gpu_measures_every_section_and_continues_after_a_failure(run_benchmark,
     assert rows["decoding", "stacktrans"]["ratio"] > 0
     assert rows["training", "stacktrans, bfloat16 residual"]["train_ratio"] > 0
     assert rows["training", "transformer, eager"]["train_ratio"] == pytest.approx(1, abs=0.01)
-    assert cli.main(["report", "efficiency", str(out), "--markdown"]) == 0
-    table = {row[0]: row for row in split_cells(capsys.readouterr().out)}
+    table = {row[0]: row for row in split_cells(invoke("report efficiency", out, "--markdown"))}
     assert table["stacktrans (bfloat16 residual)"][-3:] == ["1.16", "1.09", "1.12"]
     assert "OutOfMemoryError" in table["full_dim (bfloat16 residual)"][-4]
 
@@ -145,7 +144,7 @@ def test_efficiency_reports_multiples_of_the_transformer(known_ceilings, tmp_pat
     assert rows[1][-3:] == ["1.16", "1.09", "1.12"]
 
 
-def test_efficiency_continues_after_a_model_that_does_not_fit(known_ceilings, tmp_path, capsys, monkeypatch):
+def test_efficiency_continues_after_a_model_that_does_not_fit(known_ceilings, tmp_path, capsys, invoke, monkeypatch):
     def train(subject: benchmarking.BenchmarkedModel) -> None:
         if subject.name == "stacktrans":
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -163,8 +162,7 @@ def test_efficiency_continues_after_a_model_that_does_not_fit(known_ceilings, tm
     assert rows[3]["train_ratio"] > 0
     row = split_cells(capsys.readouterr().out)[3]
     assert row == ["stacktrans", *[ABSENT] * 5, *["out of memory"] * 4, "1.16", "1.09", "1.12"]
-    assert cli.main(["report", "efficiency", str(out)]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("stacktrans  ")]
+    (line,) = [line for line in invoke("report efficiency", out).splitlines() if line.startswith("stacktrans  ")]
     assert line.count("out of memory") == 4
 
 

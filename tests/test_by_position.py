@@ -25,12 +25,11 @@ def write_set(path, length):
     return tokens
 
 
-def test_the_loss_at_each_position_is_that_of_plain_forward_passes(run, tmp_path, capsys):
+def test_the_loss_at_each_position_is_that_of_plain_forward_passes(run, tmp_path, invoke):
     tokens = write_set(tmp_path / "long.npy", 11 * CONTEXT)
     write_set(tmp_path / "short.npy", 2 * CONTEXT)
     sets = f"long={tmp_path / 'long.npy'},short={tmp_path / 'short.npy'}"
-    assert main(["validate", "--run", str(run), "--by_position", "--sets", sets]) == 0
-    printed = capsys.readouterr().out
+    printed = invoke("validate --run", run, "--by_position", "--sets", sets)
     assert "skipped, shorter than 128 tokens: short" in printed
     (output,) = run.glob("by_position-long+short-*.json")
     record = read_json(output)
@@ -49,7 +48,7 @@ def test_the_loss_at_each_position_is_that_of_plain_forward_passes(run, tmp_path
 
     first = tmp_path / "first.json"
     options = ("--sets", sets, "--out", str(first), "data.max_chunks=1")
-    assert main(["validate", "--run", str(run), "--by_position", *options]) == 0
+    invoke("validate --run", run, "--by_position", *options)
     found = read_json(first)["sets"]["long"]
     assert found["sequences"] == 1
     assert found["losses"] == pytest.approx(
@@ -85,10 +84,10 @@ def test_mistakes(trained, options, message, tmp_path, capsys):
 @pytest.mark.parametrize(
     "command", [("validate",), ("validate", "--by_position"), ("inspect", "--set", "left"), ("generate",)]
 )
-def test_the_tokenizer_of_the_checkpoint_is_required(run, capsys, command):
+def test_the_tokenizer_of_the_checkpoint_is_required(run, invoke, command):
     """The environment.json of the run does not record it."""
     tokenizer = run / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
     (run / "environment.json").write_text("[]")
-    assert main([*command[:1], "--run", str(run), *command[1:]]) == 1
-    assert f"not the tokenizer that {run}/checkpoints/00000012 was trained with" in capsys.readouterr().err
+    error = invoke(*command[:1], "--run", run, *command[1:], expect=1)
+    assert f"not the tokenizer that {run}/checkpoints/00000012 was trained with" in error

@@ -193,9 +193,9 @@ def test_a_wrong_automaton_is_compared_with_strings_of_many_lengths(strings):
     assert wrong > count / 4
 
 
-def test_the_strings_of_exhaustive_are_limited(parity, capsys):
-    assert cli.main(["certify", *parity, "--exhaustive", "24"]) == 2
-    assert "--exhaustive: expected at most 23 for parity_check, found 24" in capsys.readouterr().err
+def test_the_strings_of_exhaustive_are_limited(parity, invoke):
+    error = invoke("certify", *parity, "--exhaustive", "24", expect=2)
+    assert "--exhaustive: expected at most 23 for parity_check, found 24" in error
 
 
 def test_a_network_with_negated_answers_is_rejected(tmp_path, capsys):

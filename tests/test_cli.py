@@ -67,14 +67,12 @@ for command in {LIGHT_COMMANDS}:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_help_lists_every_verb(arguments, capsys):
-    assert cli.main(arguments) == 0
-    output = capsys.readouterr().out
+def test_help_lists_every_verb(arguments, invoke):
+    output = invoke(*arguments)
     assert all(f"\n  {verb} " in output for verb in cli.VERBS)
     assert "python -m stackexp fit --config quickstart" in output
     assert max(map(len, output.splitlines())) <= 80
-    assert cli.main(["data"]) == 0
-    listed = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("  data ")]
+    listed = [line.split()[1] for line in invoke("data").splitlines() if line.startswith("  data ")]
     assert listed == ["prepare", "fetch", "english", "retokenize", "inspect"], "a group lists its verbs"
 
 
@@ -89,10 +87,9 @@ def test_every_verb_has_help_with_examples(verb, capsys, monkeypatch):
     assert examples.startswith(f"  python -m stackexp {verb}")
 
 
-def test_print_config_round_trips(tmp_path, capsys):
+def test_print_config_round_trips(tmp_path, invoke):
     arguments = ["fit", "--config", "quickstart", "--seed", "3", "--print-config", "model.memory=queue"]
-    assert cli.main(arguments) == 0
-    printed = capsys.readouterr().out
+    printed = invoke(*arguments)
     (tmp_path / "config.yaml").write_text(printed)
     expected = compose(["quickstart"], ["seed=3", "model.memory=queue"])
     assert load_config(tmp_path / "config.yaml") == expected
@@ -239,18 +236,15 @@ def test_help_is_a_verb_too(capsys, verb):
     assert "usage: python -m stackexp" in printed[0]
 
 
-def test_version_and_errors_on_a_narrow_terminal(monkeypatch, capsys):
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"stackexp {stackexp.__version__}\n"
+def test_version_and_errors_on_a_narrow_terminal(monkeypatch, invoke):
+    assert invoke("--version") == f"stackexp {stackexp.__version__}\n"
     monkeypatch.setenv("COLUMNS", "8")
-    assert cli.main(["configs", "list", "foo"]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    assert invoke("configs list foo", expect=2).startswith("error: ")
 
 
-def test_a_missing_dependency_is_one_line(capsys, monkeypatch):
+def test_a_missing_dependency_is_one_line(invoke, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     monkeypatch.delitem(sys.modules, "stackexp.config.yaml_files")
     monkeypatch.delitem(sys.modules, "stackexp.config.layers")
     monkeypatch.delitem(sys.modules, "stackexp.verbs.configs")
-    assert cli.main(["configs", "list"]) == 1
-    assert capsys.readouterr().err.startswith("error: the Python module yaml is not installed; ")
+    assert invoke("configs list", expect=1).startswith("error: the Python module yaml is not installed; ")

@@ -120,6 +120,6 @@ def test_a_wrong_name_suggests_a_file_that_exists(command, message, tmp_path, mo
     assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
-def test_an_error_in_a_trial_names_the_trial(capsys):
-    assert cli.main(["sweep", "run", "formal/quick", "--dry-run", "model.memory.num_slots=4"]) == 2
-    assert capsys.readouterr().err.endswith("(trial transformer)\n")
+def test_an_error_in_a_trial_names_the_trial(invoke):
+    error = invoke("sweep run formal/quick --dry-run model.memory.num_slots=4", expect=2)
+    assert error.endswith("(trial transformer)")

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from stackexp import cli
 from stackexp.config.compose import compose
 from stackexp.config.layers import find_config, get_group_folder, list_catalog, list_config_names, list_sections
 from stackexp.config.yaml_files import get_configs_folder, list_yaml_names, read_purpose
@@ -121,9 +120,8 @@ def test_olmo_ablation_changes_only_the_data(memory):
     assert olmo == ours
 
 
-def test_list_shows_every_config_and_choice_and_fits_the_terminal(monkeypatch, capsys):
-    assert cli.main(["configs", "list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_list_shows_every_config_and_choice_and_fits_the_terminal(monkeypatch, invoke):
+    lines = invoke("configs list").splitlines()
     assert lines[0].split() == ["config", "purpose"]
     row = next(line for line in lines if line.startswith("ablation/stacktrans "))
     assert row.endswith("Ablation: StackTrans 360M, with the paper's stack between the layers.")
@@ -131,13 +129,11 @@ def test_list_shows_every_config_and_choice_and_fits_the_terminal(monkeypatch, c
     assert {*list_config_names(), "model.memory=queue", *(name for _, name, _ in list_catalog())} <= listed
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    assert cli.main(["configs", "list"]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    assert max(map(len, invoke("configs list").splitlines())) <= 80
 
 
-def test_show_prints_the_config_and_its_cost(capsys):
-    assert cli.main(["configs", "show", "ablation/stacktrans", "trainer.max_steps=1000"]) == 0
-    shown = capsys.readouterr().out
+def test_show_prints_the_config_and_its_cost(invoke):
+    shown = invoke("configs show ablation/stacktrans trainer.max_steps=1000")
     assert "  max_steps: 1000\n" in shown
     assert "365,761,504 = 361,821,120 backbone + 3,940,384 memory" in shown
     assert "2,097,152,000\n" in shown

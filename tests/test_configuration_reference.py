@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from stackexp.cli import main
 from stackexp.config.affects import flatten_config
 from stackexp.config.compose import compose
 from stackexp.config.layers import list_config_names
@@ -41,9 +40,8 @@ def test_page_is_current():
     assert PAGE.read_text(encoding="utf-8") == printed
 
 
-def test_one_key_is_explained(capsys):
-    assert main(["configs", "explain", "model.memory.num_slots"]) == 0
-    output = capsys.readouterr().out
+def test_one_key_is_explained(invoke):
+    output = invoke("configs explain model.memory.num_slots")
     description = "Number of slots S of each stack; independent of the parameter shapes."
     headings = [line for line in output.splitlines() if line.startswith("model.")]
     assert headings == [f"model.memory.num_slots (kind {kind})" for kind in ("residual_stack", "stack")]

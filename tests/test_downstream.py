@@ -146,12 +146,11 @@ def test_throughput_excludes_the_scoring(options, tmp_path, monkeypatch):
         (["evaluation.datasets=missing"], 1, "smollm2_arc_easy: no missing/smollm2_arc_easy/test.jsonl; write one"),
     ],
 )
-def test_mistakes_end_before_the_first_step(options, changes, code, message, monkeypatch, capsys, tmp_path):
+def test_mistakes_end_before_the_first_step(options, changes, code, message, monkeypatch, invoke, tmp_path):
     from stackexp.evaluation.benchmarks.tasks import TaskLoader
 
     monkeypatch.setattr(TaskLoader, "_all", TaskLoader._shipped)
-    assert main([*options, *changes]) == code
-    assert message in capsys.readouterr().err
+    assert message in invoke(*options, *changes, expect=code)
     assert not (tmp_path / "runs").exists()
 
 

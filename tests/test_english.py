@@ -122,19 +122,19 @@ def test_one_command_writes_text_sources_and_shards(mirror, tmp_path, capsys):
     assert f"SHA-256 of the text: {sources['sha256']}, not as in the list" in output
 
 
-def test_the_config_trains_the_model_of_the_small_ablation_on_the_folder(mirror, empty_folder, capsys):
+def test_the_config_trains_the_model_of_the_small_ablation_on_the_folder(mirror, empty_folder, invoke):
     small, config = compose(["ablation/small"], []), compose(["ablation/small_english"], [])
     for section in ("model", "optimizer", "schedule", "trainer", "seed"):
         assert getattr(config, section) == getattr(small, section)
     for key in (field.name for field in fields(DataConfig) if field.name != "kind"):
         assert getattr(config.data, key) == getattr(small.data, key), key
-    assert main(["fit", "--config", "ablation/small_english"]) == 1
-    assert "train: no such folder; build it with: python -m stackexp data english" in capsys.readouterr().err
+    error = invoke("fit --config ablation/small_english", expect=1)
+    assert "train: no such folder; build it with: python -m stackexp data english" in error
     assert build(mirror, Path("data/english")) == 0
     sizes = ["data.vocab_size=300", "data.context_length=64", "data.global_batch_tokens=1024", "data.eval_sequences=2"]
     steps = ["trainer.max_steps=1", "schedule.warmup_steps=0", "model.num_layers=2", "trainer.accelerator=cpu"]
-    assert main(["fit", "--config", "ablation/small_english", *sizes, *steps]) == 0
-    assert {"english/novels", f"english/{english.MIXED_SET}"} <= set(capsys.readouterr().out.split())
+    printed = invoke("fit --config ablation/small_english", *sizes, *steps)
+    assert {"english/novels", f"english/{english.MIXED_SET}"} <= set(printed.split())
 
 
 def test_the_built_in_list_is_valid():

@@ -4,7 +4,6 @@ import pickle
 
 import pytest
 
-from stackexp.cli import main
 from stackexp.errors import ConfigError, escape, mask_secrets
 
 
@@ -36,17 +35,14 @@ def test_config_errors_start_with_their_origin():
     assert (str(ConfigError("a.yaml:3: no")), ConfigError("a.yaml:3: no").origin) == ("a.yaml:3: no", "")
 
 
-def test_error_line_is_escaped_and_masked(capsys):
-    assert main(["fit", "--config", "no\x1b[31msuch.yaml", "token=abc"]) == 2
-    line = capsys.readouterr().err.strip()
+def test_error_line_is_escaped_and_masked(invoke):
+    line = invoke("fit --config", "no\x1b[31msuch.yaml", "token=abc", expect=2)
     assert line.isprintable()
-    assert main(["validate", "--run", "s3://me:pw@host/run"]) == 2
-    assert "pw" not in capsys.readouterr().err
+    assert "pw" not in invoke("validate --run s3://me:pw@host/run", expect=2)
 
 
-def test_long_error_lines_keep_both_ends(capsys):
-    assert main(["fit", "--config", "quickstart", f"data.{'x' * 9000}=1"]) == 2
-    line = capsys.readouterr().err.removesuffix("\n")
+def test_long_error_lines_keep_both_ends(invoke):
+    line = invoke("fit --config quickstart", f"data.{'x' * 9000}=1", expect=2)
     assert line.startswith("error: override data.xxx")
     assert " ... " in line
     assert len(line) <= len("error: ") + 3000

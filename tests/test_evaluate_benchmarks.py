@@ -7,7 +7,7 @@ import shutil
 import signal
 
 import pytest
-from benchmark_files import DATASETS, evaluate, read_error, write_datasets
+from benchmark_files import DATASETS, write_datasets
 from conftest import write_tiny
 from corpora import prepare_set
 from forks import Forks
@@ -184,18 +184,17 @@ def test_averages_skip_tasks_without_the_score():
 # The verb
 
 
-def test_tasks_are_added_and_kept_apart_by_checkpoint_and_limit(trained_copy, datasets, capsys):
-    for options in (["--tasks", SMALL[0]], ["--tasks", SMALL[1]], ["--tasks", SMALL[0], "--limit", 1]):
-        assert evaluate("--run", trained_copy, "--datasets", datasets, *options) == 0
+def test_tasks_are_added_and_kept_apart_by_checkpoint_and_limit(trained_copy, datasets, invoke):
     checkpoint = trained_copy / "checkpoints" / "00000004"
-    assert evaluate("--run", trained_copy, "--ckpt_path", checkpoint, "--datasets", datasets, "--tasks", SMALL[1]) == 0
+    tasks = [[SMALL[0]], [SMALL[1]], [SMALL[0], "--limit", 1], [SMALL[1], "--ckpt_path", checkpoint]]
+    command = ("evaluate --run", trained_copy, "--datasets", datasets, "--tasks")
+    lines = [line for options in tasks for line in invoke(*command, *options).splitlines()]
     found = read_evaluations(trained_copy / "benchmarks.json")
     assert [(e.step, e.limit, sorted(e.tasks)) for e in found] == [
         (12, None, sorted(SMALL[:2])),
         (12, 1, [SMALL[0]]),
         (4, None, [SMALL[1]]),
     ]
-    lines = capsys.readouterr().out.splitlines()
     table = [line for line in lines if str(trained_copy) not in line and not line.startswith("note: ")]
     assert max(map(len, table)) <= 80
     assert found[1].tasks[SMALL[0]].num_documents == 1
@@ -221,7 +220,7 @@ def score_and_kill(kill_at: int, *arguments: object) -> int:
 
     RunModel._score = score
     try:
-        assert evaluate(*arguments, "--batch_size", 1) == 0
+        assert cli.main(["evaluate", *map(str, arguments), "--batch_size", "1"]) == 0
     finally:
         RunModel._score = original
     return len(requests)
@@ -246,7 +245,7 @@ def test_a_killed_evaluation_computes_only_the_remaining_answers(trained_copy, d
 
 
 @pytest.mark.parametrize("memory", ["null", "stacktrans"])
-def test_a_run_and_its_exported_folder_have_the_same_scores(corpus, datasets, tmp_path, capsys, memory):
+def test_a_run_and_its_exported_folder_have_the_same_scores(corpus, datasets, tmp_path, invoke, memory):
     long = tmp_path / "long"  # room for the 256 tokens that GSM8K generates
     prepare_set(
         corpus["train"].parent / "text" / "train",
@@ -262,18 +261,18 @@ def test_a_run_and_its_exported_folder_have_the_same_scores(corpus, datasets, tm
         "data.global_batch_tokens=1024",
         "data.micro_batch_size=2",
     )
-    assert cli.main(["fit", "--config", str(write_tiny(corpus, tmp_path)), *options]) == 0
+    invoke("fit --config", write_tiny(corpus, tmp_path), *options)
     (folder,) = (tmp_path / "runs" / "tiny").iterdir()
     copy = tmp_path / f"{memory}-hf"
-    assert cli.main(["checkpoint", "export", "--run", str(folder), "--to", str(copy)]) == 0
+    invoke("checkpoint export --run", folder, "--to", copy)
     names = ",".join(DATASETS)
-    assert evaluate("--run", folder, "--tasks", names, "--datasets", datasets) == 0
+    invoke("evaluate --run", folder, "--tasks", names, "--datasets", datasets)
     output = tmp_path / "hf.json"
-    command = ("--model", f"hf:{copy}", "--tasks", names, "--datasets", datasets, "--out", output)
+    command = ("evaluate --model", f"hf:{copy}", "--tasks", names, "--datasets", datasets, "--out", output)
     if memory != "null":
-        assert evaluate(*command) == 1
-        assert f"{copy}: contains the code of its model; read it, then add --trust-remote-code" in read_error(capsys)
-    assert evaluate(*command, "--trust-remote-code") == 0
+        error = invoke(*command, expect=1)
+        assert f"{copy}: contains the code of its model; read it, then add --trust-remote-code" in error
+    invoke(*command, "--trust-remote-code")
     (ours,), (theirs,) = read_evaluations(folder / "benchmarks.json"), read_evaluations(output)
     assert (ours.step, ours.tokens) == (4, 4096)
     assert ours.tasks.keys() == theirs.tasks.keys()
@@ -285,20 +284,20 @@ def test_a_run_and_its_exported_folder_have_the_same_scores(corpus, datasets, tm
         assert 0 < scores.bits_per_byte < 20
 
 
-def test_what_does_not_fit_into_the_context_is_cut_and_counted(trained, datasets, tmp_path, capsys):
+def test_what_does_not_fit_into_the_context_is_cut_and_counted(trained, datasets, tmp_path, invoke):
     run = shutil.copytree(trained, tmp_path / "run")
     file = datasets / "smollm2_piqa" / "validation.jsonl"
     long = {"goal": "open a door", "sol1": "turn the handle " * 40, "sol2": "eat the handle", "label": 0}
     file.write_text(file.read_text() + json.dumps(long) + "\n")
     copy, output = tmp_path / "hf", tmp_path / "hf.json"
-    assert cli.main(["checkpoint", "export", "--run", str(run), "--to", str(copy)]) == 0
+    invoke("checkpoint export --run", run, "--to", copy)
     names = ("--tasks", "smollm2_piqa,smollm2_gsm8k", "--datasets", datasets)
-    assert evaluate("--run", run, *names) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(invoke("evaluate --run", run, *names).split())
     assert "note: smollm2_piqa: 2 of 3 documents do not fit into the model's context" in printed, printed
-    assert evaluate("--run", run, "--tasks", "smollm2_piqa", *names[2:], "--exclude_long") == 0
-    assert "smollm2_piqa: 2 documents do not fit" in " ".join(capsys.readouterr().out.split())
-    assert evaluate("--model", f"hf:{copy}", *names, "--out", output, "--trust-remote-code") == 0
+    printed = invoke("evaluate --run", run, "--tasks", "smollm2_piqa", *names[2:], "--exclude_long")
+    assert "smollm2_piqa: 2 documents do not fit" in " ".join(printed.split())
+    command = ("evaluate --model", f"hf:{copy}", *names, "--trust-remote-code")
+    invoke(*command, "--out", output)
     (ours, fitting), (theirs,) = read_evaluations(run / "benchmarks.json"), read_evaluations(output)
     (scores,) = fitting.tasks.values()
     assert (scores.num_documents, scores.num_excluded, scores.num_cut) == (1, 2, 0)
@@ -308,34 +307,28 @@ def test_what_does_not_fit_into_the_context_is_cut_and_counted(trained, datasets
         assert ours.tasks[name].bits_per_byte == pytest.approx(theirs.tasks[name].bits_per_byte, abs=1e-5)
     content = (copy / "tokenizer_config.json").read_text()
     (copy / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    assert evaluate("--model", f"hf:{copy}", *names, "--trust-remote-code") == 1
-    assert "is outside the vocabulary of" in read_error(capsys), "LlamaTokenizer adds its own special tokens"
+    assert "is outside the vocabulary of" in invoke(*command, expect=1), "LlamaTokenizer adds its own special tokens"
     (copy / "tokenizer_config.json").write_text(json.dumps(json.loads(content) | {"model_max_length": "x"}))
-    assert evaluate("--model", f"hf:{copy}", *names, "--trust-remote-code") == 1
-    assert "hf: model_max_length is 'x', not a number" in read_error(capsys)
+    assert "hf: model_max_length is 'x', not a number" in invoke(*command, expect=1)
     (copy / "tokenizer_config.json").write_text(content)
     for path in copy.glob("*.json"):  # a tokenizer without an end
         contents = json.loads(path.read_text()) if path.name != "tokenizer.json" else {}
         if any("_token" in key for key in contents):
             path.write_text(json.dumps({key: value for key, value in contents.items() if "_token" not in key}))
-    assert evaluate("--model", f"hf:{copy}", *names, "--trust-remote-code") == 1
-    assert "hf: the tokenizer has no eos_token; name one" in read_error(capsys)
+    assert "hf: the tokenizer has no eos_token; name one" in invoke(*command, expect=1)
 
 
 # Mistakes
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
-    assert evaluate("--model", f"hf:{tmp_path}", "--tasks", "smollm2") == 2
-    assert "no config.json; give a folder with a Hugging Face model" in read_error(capsys)
+def test_a_folder_without_a_model_is_refused(tmp_path, invoke):
+    score = ("evaluate --model", f"hf:{tmp_path}", "--tasks", "smollm2_piqa", "--datasets", tmp_path)
+    assert "no config.json; give a folder with a Hugging Face model" in invoke(*score, expect=2)
     (tmp_path / "config.json").write_text("{}")
-    score = ("--model", f"hf:{tmp_path}", "--tasks", "smollm2_piqa", "--datasets", tmp_path)
-    assert evaluate(*score) == 1
-    assert "no tokenizer.json" in read_error(capsys)
+    assert "no tokenizer.json" in invoke(*score, expect=1)
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text("null")
-    assert evaluate(*score) == 1
-    assert "config.json: not an object; download the file again" in read_error(capsys)
+    assert "config.json: not an object; download the file again" in invoke(*score, expect=1)
 
 
 @pytest.mark.parametrize(
@@ -345,12 +338,12 @@ def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
         ("smollm2_arc_easy", {"answerKey": "x"}, "'x' is not in list"),
     ],
 )
-def test_a_document_without_a_right_answer_is_named(trained, datasets, task, changes, message, capsys):
+def test_a_document_without_a_right_answer_is_named(trained, datasets, task, changes, message, invoke):
     (file,) = (datasets / task).iterdir()
     lines = file.read_text().splitlines()
     file.write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | changes)]) + "\n")
-    assert evaluate("--run", trained, "--tasks", task, "--datasets", datasets) == 1
-    assert f"{task}: cannot read document {len(lines) - 1} ({message}); correct its fields" in read_error(capsys)
+    error = invoke("evaluate --run", trained, "--tasks", task, "--datasets", datasets, expect=1)
+    assert f"{task}: cannot read document {len(lines) - 1} ({message}); correct its fields" in error
 
 
 @pytest.mark.parametrize(
@@ -363,10 +356,9 @@ def test_a_document_without_a_right_answer_is_named(trained, datasets, task, cha
         (["--tasks", "smollm2", "--model", "hf:x"], "evaluate: argument --model: not allowed with argument --run"),
     ],
 )
-def test_mistakes_on_the_command_line(trained, arguments, message, monkeypatch, capsys):
+def test_mistakes_on_the_command_line(trained, arguments, message, monkeypatch, invoke):
     monkeypatch.setattr(TaskLoader, "_all", TaskLoader._shipped)  # the whole list takes seconds to read
-    assert evaluate("--run", trained, *arguments) == 2
-    assert message in read_error(capsys)
+    assert message in invoke("evaluate --run", trained, *arguments, expect=2)
 
 
 def test_the_last_document_of_a_file_needs_no_line_feed(datasets):
@@ -380,16 +372,16 @@ def test_the_last_document_of_a_file_needs_no_line_feed(datasets):
 
 
 @pytest.mark.parametrize("examples", [0, 4])
-def test_too_few_examples_end_before_the_first_score(trained, datasets, examples, capsys):
+def test_too_few_examples_end_before_the_first_score(trained, datasets, examples, invoke):
     """Otherwise lm-eval would draw the shots of GSM8K from the test split, or fail with a traceback."""
     folder = datasets / "smollm2_gsm8k"
     (folder / "test.jsonl").write_text((folder / "test.jsonl").read_text() * 9)
     lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
     (folder / "train.jsonl").unlink() if not examples else (folder / "train.jsonl").write_text("".join(lines[:4]))
-    assert evaluate("--run", trained, "--tasks", "smollm2_gsm8k", "--datasets", datasets) == 1
+    error = invoke("evaluate --run", trained, "--tasks", "smollm2_gsm8k", "--datasets", datasets, expect=1)
     message = "5 shots require 5 examples, found 4; add some or lower --num_fewshot"
     expected = message if examples else f"no {folder}/train.jsonl; write one line for each document"
-    assert f"smollm2_gsm8k: {expected}" in read_error(capsys)
+    assert f"smollm2_gsm8k: {expected}" in error
 
 
 def test_a_task_needs_one_example_more_if_its_shots_are_scored(datasets):

@@ -179,7 +179,7 @@ def test_large_models_have_an_index_and_options_reach_the_card(tmp_path, monkeyp
     assert "| context length | 256 tokens |" in card
 
 
-def test_the_card_has_the_scores_of_its_own_checkpoint(trained, tmp_path, capsys):
+def test_the_card_has_the_scores_of_its_own_checkpoint(trained, tmp_path, invoke):
     """Not those of another run's checkpoint, or with options that change them."""
     run = tmp_path / trained.name
     shutil.copytree(trained, run)
@@ -187,15 +187,15 @@ def test_the_card_has_the_scores_of_its_own_checkpoint(trained, tmp_path, capsys
     for name, checkpoint in records.items():
         record = {"checkpoint": checkpoint, "step": 12, "overrides": ["model.rope_theta=1"] * (name != "validate.json")}
         write_hashed_json(run / name, record | {"sets": {"left": {"loss": 9.75, "perplexity": 17154.2}}})
-    assert main(["checkpoint", "export", "--run", str(run), "--to", str(tmp_path / "hf"), "--license", "a: b"]) == 0
+    invoke("checkpoint export --run", run, "--to", tmp_path / "hf", "--license", "a: b")
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "9.75" not in card
     for scores in json.loads((run / "result.json").read_text())["sets"].values():
         assert f"{scores['loss']:.4f}" in card
     assert yaml.safe_load(card.split("---")[1])["license"] == "a: b"
     (run / "validate-notes.json").write_text('{"note": 1}')
-    assert main(["checkpoint", "export", "--run", str(run), "--to", str(tmp_path / "other")]) == 1
-    assert "validate-notes.json: not as it was written" in capsys.readouterr().err
+    error = invoke("checkpoint export --run", run, "--to", tmp_path / "other", expect=1)
+    assert "validate-notes.json: not as it was written" in error
 
 
 def test_unsupported_options_are_named():
@@ -210,16 +210,15 @@ def test_unsupported_options_are_named():
             huggingface.check_support(compose([config]))
 
 
-def test_nothing_but_the_new_folder_is_written(trained, tmp_path, capsys):
+def test_nothing_but_the_new_folder_is_written(trained, tmp_path, invoke):
     """A hidden folder of the user stays; an existing target is refused, also if it appears during the export."""
     (tmp_path / ".hf.partial").mkdir()
     (tmp_path / ".hf.partial" / "mine").touch()
     export = ["checkpoint", "export", "--run", str(trained), "--to", str(tmp_path / "hf")]
-    assert main(export) == 0
+    invoke(*export)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hf.partial", "hf"]
     assert (tmp_path / ".hf.partial" / "mine").exists()
-    assert main(export) == 2
-    assert f"--to {tmp_path / 'hf'}: already exists" in capsys.readouterr().err
+    assert f"--to {tmp_path / 'hf'}: already exists" in invoke(*export, expect=2)
     before = (tmp_path / "hf" / "README.md").read_bytes()
     with pytest.raises(OSError, match="not empty"):
         huggingface.export_run(str(trained), None, tmp_path / "hf", "float32", "mit")
@@ -228,7 +227,7 @@ def test_nothing_but_the_new_folder_is_written(trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("change", ["missing", "changed", "missing without a record"])
-def test_the_tokenizer_of_the_training_is_required(trained, tmp_path, capsys, change):
+def test_the_tokenizer_of_the_training_is_required(trained, tmp_path, invoke, change):
     run = shutil.copytree(trained, tmp_path / trained.name)
     contents = json.loads((run / "tokenizer.json").read_text())
     (run / "tokenizer.json").unlink()
@@ -239,8 +238,7 @@ def test_the_tokenizer_of_the_training_is_required(trained, tmp_path, capsys, ch
         random, _ = write_run(tmp_path / "runs")
         run, weights = random.path, ["--ckpt_path", str(random.path / "weights.safetensors")]
         random.tokenizer.unlink()
-    assert main(["checkpoint", "export", "--run", str(run), *weights, "--to", str(tmp_path / "hf")]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    line = invoke("checkpoint export --run", run, *weights, "--to", tmp_path / "hf", expect=1)
     assert f"{run / 'tokenizer.json'}: {'not the tokenizer' if change == 'changed' else 'missing'}" in line
     assert not (tmp_path / "hf").exists()
 

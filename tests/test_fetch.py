@@ -305,10 +305,9 @@ def test_a_silent_server_times_out(fetch, server, monkeypatch, capsys):
     assert "timed out" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_and_a_full_disk_are_one_error_line(fetch, tmp_path, capsys):
+def test_a_folder_that_cannot_be_written_and_a_full_disk_are_one_error_line(fetch, tmp_path, capsys, invoke):
     (tmp_path / "file").write_text("")
-    assert main(["data", "fetch", "v2", "--to", str(tmp_path / "file")]) == 1
-    [line] = capsys.readouterr().err.splitlines()
+    line = invoke("data fetch v2 --to", tmp_path / "file", expect=1)
     assert line.startswith(f"error: {tmp_path / 'file' / 'v2'}: cannot be written (Not a directory)")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))

@@ -70,9 +70,8 @@ def test_counts_lengths_and_samples_of_a_prepared_set(prepared, capsys):
     assert inspect(capsys, prepared, "--samples", 2, "--seed", 1)["samples"] != found["samples"]
 
 
-def test_text_output(prepared, capsys):
-    assert main(["data", "inspect", str(prepared)]) == 0
-    printed = capsys.readouterr().out
+def test_text_output(prepared, invoke):
+    printed = invoke("data inspect", prepared)
     for text in ("prepared set", "median length", "sequence ", "verified files"):
         assert text in printed
     assert "DAMAGED" not in printed
@@ -118,7 +117,7 @@ def test_datasets_in_a_folder_are_inspected_one_by_one(prepared, tmp_path, capsy
     assert "holds no finished set" in found[1]["damage"][0]
 
 
-def test_path_without_a_dataset_is_a_one_line_error(prepared, tmp_path, capsys):
+def test_path_without_a_dataset_is_a_one_line_error(prepared, tmp_path, invoke):
     (tmp_path / "a.txt").write_text("text")
     shutil.copytree(prepared, tmp_path / "unfinished")
     (tmp_path / "unfinished" / "corpus.json").unlink()
@@ -132,8 +131,7 @@ def test_path_without_a_dataset_is_a_one_line_error(prepared, tmp_path, capsys):
         "mds": "holds no finished set",
         "empty": "empty",
     }.items():
-        assert main(["data", "inspect", str(tmp_path / name)]) == 1
-        [line] = capsys.readouterr().err.splitlines()
+        line = invoke("data inspect", tmp_path / name, expect=1)
         assert message in line
 
 

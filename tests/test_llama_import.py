@@ -201,14 +201,14 @@ def test_rotary_tables_and_a_copy_of_the_tied_embedding_are_ignored(tmp_path, ca
     assert "is int8; quantized weights are not supported" in get_error(capsys, folder)
 
 
-def test_existing_files_and_configs_of_other_models_are_refused(tmp_path, capsys):
+def test_existing_files_and_configs_of_other_models_are_refused(tmp_path, invoke):
     arguments = ["checkpoint", "import", "--from", str(tmp_path), "--to"]
     (tmp_path / "a.yaml").write_text("name: mine\n")
-    assert main([*arguments, str(tmp_path / "a.safetensors")]) == 2
-    assert "a.yaml exists and is not from `checkpoint import`; choose another name" in capsys.readouterr().err
+    error = invoke(*arguments, tmp_path / "a.safetensors", expect=2)
+    assert "a.yaml exists and is not from `checkpoint import`; choose another name" in error
     save_folder(tmp_path)
-    assert main([*arguments, str(tmp_path / "b.safetensors"), "--config", "formal/lstm"]) == 1
-    assert capsys.readouterr().err.endswith("; set model.kind=transformer\n")
+    error = invoke(*arguments, tmp_path / "b.safetensors", "--config", "formal/lstm", expect=1)
+    assert error.endswith("; set model.kind=transformer")
 
 
 def test_sizes_and_values_that_no_model_has_are_reported(tmp_path, capsys):

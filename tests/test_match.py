@@ -5,7 +5,6 @@ import re
 import pytest
 import yaml
 
-from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.config.layers import get_shipped_folder
 from stackexp.planning.cost import QUANTITIES, match_models
@@ -28,10 +27,9 @@ def test_no_neighbor_is_closer(by, vary):
     assert min(abs(value - target) for value in values.values()) == abs(quantity - target)
 
 
-def test_the_printed_override_gives_the_printed_number(capsys):
+def test_the_printed_override_gives_the_printed_number(invoke):
     command = ["match", "--config", "quickstart", "model.memory=null", "--to", "quickstart"]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
+    printed = invoke(*command)
     override, parameters = re.search(r"use (\S+): ([\d,]+)", printed).groups()
     config = compose(["quickstart"], ["model.memory=null", override])
     assert f"{QUANTITIES['parameters'](config):,}" == parameters
@@ -78,23 +76,22 @@ def test_arms_of_shipped_verdicts_are_as_large_as_the_stack(name):
         assert sizes[arm] == pytest.approx(sizes["stacktrans"], rel=5e-3), arm
 
 
-def test_a_model_without_heads(capsys):
-    assert main(["match", "--config", "formal/lstm", "--to", "formal/stacktrans-depth", "--vary", "hidden_size"]) == 0
-    assert "use model.hidden_size=" in capsys.readouterr().out
+def test_a_model_without_heads(invoke):
+    printed = invoke("match --config formal/lstm --to formal/stacktrans-depth --vary hidden_size")
+    assert "use model.hidden_size=" in printed
 
 
-def test_a_size_that_the_memory_cannot_have(capsys):
+def test_a_size_that_the_memory_cannot_have(invoke):
     narrow = ["--config", "quickstart", "model.memory.projection=none", "model.memory.head_dim=32"]
-    assert main(["match", *narrow, "--to", "quickstart", "--vary", "hidden_size"]) == 1
-    error = capsys.readouterr().err
+    error = invoke("match", *narrow, "--to", "quickstart", "--vary", "hidden_size", expect=1)
     assert "projection: none requires num_heads * head_dim" in error
-    assert error.endswith("; vary another option\n")
+    assert error.endswith("; vary another option")
     sliced = ["--config", "quickstart", "model.memory.projection=shared_slices", "model.memory.num_heads=16"]
-    assert main(["match", *sliced, "--to", "quickstart", "--vary", "hidden_size"]) == 0
-    assert int(re.search(r"use model.hidden_size=(\d+)", capsys.readouterr().out)[1]) % 16 == 0
+    printed = invoke("match", *sliced, "--to", "quickstart", "--vary", "hidden_size")
+    assert int(re.search(r"use model.hidden_size=(\d+)", printed)[1]) % 16 == 0
 
 
-def test_a_model_that_cannot_be_as_small(capsys):
+def test_a_model_that_cannot_be_as_small(invoke):
     small = ["model.hidden_size=256", "model.num_layers=8"]
-    assert main(["match", "--config", "quickstart", *small, "--to", "quickstart", "--vary", "intermediate_size"]) == 1
-    assert "error: match: no model.intermediate_size makes the model as small" in capsys.readouterr().err
+    error = invoke("match --config quickstart", *small, "--to", "quickstart", "--vary", "intermediate_size", expect=1)
+    assert "error: match: no model.intermediate_size makes the model as small" in error

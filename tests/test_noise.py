@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from language_runs import finish, write_run
 
-from stackexp.cli import main
 from stackexp.reports.noise import ORDER, REST, SEED, TOTAL, pool_deviations, split_variance
 
 
@@ -45,14 +44,13 @@ def write_grid(root, arm, losses, *overrides):
         finish(run, loss, seconds=1800.0)
 
 
-def test_plan_splits_the_noise_of_a_grid(tmp_path, capsys):
+def test_plan_splits_the_noise_of_a_grid(tmp_path, invoke):
     """The differences are 0.01 * seed + 0.04 * order, so nothing is left for both together."""
     cells = [(seed, order) for seed in range(3) for order in range(2)]
     write_grid(tmp_path, "wide", {cell: 4 + cell[0] for cell in cells}, "model.memory=null")
     write_grid(tmp_path, "stack", {(s, o): 4 + s + 0.01 * s + 0.04 * o for s, o in cells})
     command = ["plan", "--effect", "0.05", "--runs", str(tmp_path), "--baseline", "wide"]
-    assert main(command) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split() for line in invoke(*command).splitlines()]
     deviations = {row[1]: row[-5] for row in rows if row[:1] == ["stack"] and "to" in row and "(" not in row[1]}
     assert deviations["initialization"] == "0.0100"
     assert deviations["data"] == f"{0.04 / np.sqrt(2):.4f}"
@@ -62,19 +60,17 @@ def test_plan_splits_the_noise_of_a_grid(tmp_path, capsys):
     assert plan[1] == deviations["one"]
     assert float(plan[-1]) == pytest.approx(int(plan[-2]), abs=0.1), "a pair takes an hour"
     next(tmp_path.glob("stack-seed=2-shuffle_seed=1-*")).joinpath("result.json").unlink()
-    assert main(command) == 1
-    assert "1 run missing, the first with seed=2, shuffle_seed=1" in capsys.readouterr().err
+    assert "1 run missing, the first with seed=2, shuffle_seed=1" in invoke(*command, expect=1)
 
 
 @pytest.mark.parametrize("seeds", [2, 3])
-def test_an_arm_may_have_fewer_orders_than_the_baseline(seeds, tmp_path, capsys):
+def test_an_arm_may_have_fewer_orders_than_the_baseline(seeds, tmp_path, invoke):
     """The differences are 0.01 * seed, so none of the noise is from the order."""
     cells = list(itertools.product(range(seeds), range(3)))
     write_grid(tmp_path, "wide", {(s, o): 4 + s + o for s, o in cells}, "model.memory=null")
     write_grid(tmp_path, "stack", {(s, o): 4 + s + o + 0.01 * s for s, o in cells if o < 2})
     write_grid(tmp_path, "queue", {(s, o): 4 + s + o + 0.01 * s for s, o in cells}, "model.memory=queue")
-    assert main(["plan", "--effect", "0.05", "--runs", str(tmp_path), "--baseline", "wide"]) == 0
-    printed = capsys.readouterr().out
+    printed = invoke("plan --effect 0.05 --runs", tmp_path, "--baseline", "wide")
     rows = {(row[0], row[1]): row[-5] for row in map(str.split, printed.splitlines()) if "to" in row and len(row) > 5}
     for arm in ("stack", "queue"):
         assert (rows[arm, "data"], rows[arm, "both"]) == ("0.0000", "0.0000")
@@ -82,7 +78,7 @@ def test_an_arm_may_have_fewer_orders_than_the_baseline(seeds, tmp_path, capsys)
     assert f"{seeds} x 2 or {seeds} x 3 seeds and orders" in " ".join(printed.split())
 
 
-def test_pairs_share_one_loss_and_hours_of_runs_that_have_them(tmp_path, capsys):
+def test_pairs_share_one_loss_and_hours_of_runs_that_have_them(tmp_path, invoke):
     """Arm a has validation sets, arm b has none; all have one order, so seeds are paired."""
     options = {"wide": ["model.memory=null"], "a": [], "b": ["model.memory=queue"]}
     for arm, seed in itertools.product(options, range(3)):
@@ -93,8 +89,7 @@ def test_pairs_share_one_loss_and_hours_of_runs_that_have_them(tmp_path, capsys)
         finish(run, 4 + 0.1 * seed * (arm == "a"), **figures, **({"sets": {}, "average": {}} if arm == "b" else {}))
 
     def plan() -> tuple[dict[str, list[str]], str]:
-        assert main(["plan", "--effect", "0.05", "--runs", str(tmp_path), "--baseline", "wide"]) == 0
-        printed = capsys.readouterr().out
+        printed = invoke("plan --effect 0.05 --runs", tmp_path, "--baseline", "wide")
         return {row[0]: row[1:] for row in map(str.split, printed.splitlines()) if row[1:]}, " ".join(printed.split())
 
     rows, printed = plan()

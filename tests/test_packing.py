@@ -8,7 +8,6 @@ from corpora import TEXTS, json_lines, prepare_set, read_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stackexp.cli import main
 from stackexp.data import packing
 from stackexp.data.packing import BestFitPacker, fit_best
 
@@ -90,7 +89,7 @@ def short_texts(tmp_path_factory):
     return folder
 
 
-def test_a_prepared_set_has_the_same_tokens_and_fewer_cut_documents(short_texts, tmp_path, capsys):
+def test_a_prepared_set_has_the_same_tokens_and_fewer_cut_documents(short_texts, tmp_path, invoke):
     options = {"context_length": 512, "unit_bytes": 30_000}
     joined = prepare_set(short_texts, tmp_path / "joined", **options)
     tokenizer = tmp_path / "joined" / "tokenizer.json"
@@ -99,11 +98,10 @@ def test_a_prepared_set_has_the_same_tokens_and_fewer_cut_documents(short_texts,
     assert joined.cut_documents == 0
     assert 0 < packed.cut_documents < packed.cut_by_concatenation / 5
     many = [str(short_texts), "--to", str(tmp_path / "many"), "--tokenizer", str(tokenizer), "--packing", "best_fit"]
-    assert main(["data", "prepare", *many, "--context-length", "512", "--unit-bytes", "30000", "--workers", "2"]) == 0
-    assert f"{packed.cut_documents:,} documents cut; concatenation would cut" in capsys.readouterr().out
+    printed = invoke("data prepare", *many, "--context-length", "512", "--unit-bytes", "30000", "--workers", "2")
+    assert f"{packed.cut_documents:,} documents cut; concatenation would cut" in printed
     assert read_files(tmp_path / "many") == read_files(tmp_path / "packed")
     for name, is_counted in (("joined", False), ("packed", True)):
-        assert main(["data", "inspect", str(tmp_path / name)]) == 0
-        assert ("cut documents" in capsys.readouterr().out) == is_counted
-    assert main(["data", "prepare", *many[:-2], "--context-length", "512", "--unit-bytes", "30000"]) == 1
-    assert "another packing (best_fit, not concatenate)" in capsys.readouterr().err
+        assert ("cut documents" in invoke("data inspect", tmp_path / name)) == is_counted
+    error = invoke("data prepare", *many[:-2], "--context-length", "512", "--unit-bytes", "30000", expect=1)
+    assert "another packing (best_fit, not concatenate)" in error

@@ -13,7 +13,6 @@ import pytest
 from corpora import STDLIB, prepare_set, read_files
 from pyarrow import parquet
 
-from stackexp.cli import main
 from stackexp.data import readers
 from stackexp.data.readers import BadLine, Columns, FilteredOut, Piece, parse_filter
 from stackexp.data.sources import UnreadableSourceError, find_sources
@@ -256,10 +255,9 @@ def test_damaged_file_is_a_one_line_error(tmp_path, damage):
 
 
 @pytest.mark.parametrize("text", ["int_score=3", "int_score", ">=3", "int_score>=", "int_score=>3", " "])
-def test_wrong_filter_syntax_is_a_one_line_error(tmp_path, monkeypatch, capsys, text):
+def test_wrong_filter_syntax_is_a_one_line_error(tmp_path, monkeypatch, invoke, text):
     monkeypatch.chdir(tmp_path)
-    assert main(["data", "prepare", "a", "--to", "b", "--vocab-size", "300", "--filter", text]) == 2
-    [line] = capsys.readouterr().err.splitlines()
+    line = invoke("data prepare a --to b --vocab-size 300 --filter", text, expect=2)
     assert f"--filter: expected COLUMN OPERATOR VALUE, quoted, such as 'int_score>=3', found {text!r}" in line
 
 

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from stackexp.cli import main
-
 SHARDS = {"defaults": ["quickstart"], "data": {"kind": "shards", "path": "shards", "context_length": 256}}
 FIT, VALIDATE = ("fit", "--config", "x.yaml"), ("validate", "--run", "run")
 NO_TORCH = """
@@ -20,7 +18,7 @@ assert "torch" not in sys.modules, "imported torch"
 
 
 @pytest.fixture
-def read_error(tmp_path, monkeypatch, capsys):
+def read_error(tmp_path, monkeypatch, invoke):
     """Return a function that writes a config with these data options, runs a verb, and returns the error line."""
     monkeypatch.chdir(tmp_path)
 
@@ -29,8 +27,7 @@ def read_error(tmp_path, monkeypatch, capsys):
         (tmp_path / "run").mkdir(exist_ok=True)
         for path in ("x.yaml", "run/config.yaml"):
             (tmp_path / path).write_text(json.dumps(config))
-        assert main([*arguments]) == code
-        [line] = capsys.readouterr().err.splitlines()
+        line = invoke(*arguments, expect=code)
         return line
 
     return run

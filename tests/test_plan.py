@@ -14,9 +14,8 @@ ON_CPU = "trainer.accelerator=cpu"
 TINY = ["--config", "quickstart", "model.num_layers=2", "data.context_length=64", "data.micro_batch_size=2"]
 
 
-def test_plan_prints_size_time_and_memory(capsys):
-    assert main(["plan", *TINY, "trainer.devices=2", "--device", "h200", "--mfu", "0.5"]) == 0
-    output = capsys.readouterr().out
+def test_plan_prints_size_time_and_memory(invoke):
+    output = invoke("plan", *TINY, "trainer.devices=2", "--device", "h200", "--mfu", "0.5")
     planned = make_plan(compose(TINY[1:2], [*TINY[2:], "trainer.devices=2"]), "h200", 0.5)
     for text in (
         "quickstart on 2 h200, ddp, 32-true",
@@ -62,7 +61,7 @@ def test_large_configs_fit_on_eight_80_gb_devices(name, capsys):
     assert main(["plan", "--config", name, "trainer=fsdp"]) == 0, capsys.readouterr().err
 
 
-def test_formal_language_plan_uses_actual_string_lengths(capsys):
+def test_formal_language_plan_uses_actual_string_lengths(invoke):
     """Token counts use the mean length and memory uses the maximum length. A batch spans all devices."""
     steps = ["data.batch_size=128", "trainer.max_steps=10", "schedule.warmup_steps=0", "data.max_length=9"]
     one = compose(["formal/transformer"], [*steps, "data.task=duplicate_string"])
@@ -74,8 +73,7 @@ def test_formal_language_plan_uses_actual_string_lengths(capsys):
     two = compose(["formal/transformer"], [*steps, "data.task=duplicate_string", "trainer.devices=2"])
     assert make_plan(two).training.activations == pytest.approx(make_plan(one).training.activations / 2, rel=0.1)
     assert two.accumulate_grad_batches == one.accumulate_grad_batches == 1
-    assert main(["plan", "--config", "formal/transformer", *steps, "trainer.devices=2"]) == 0
-    output = capsys.readouterr().out
+    output = invoke("plan --config formal/transformer", *steps, "trainer.devices=2")
     assert "10 of about 1,280 tokens, 12,800 in total" in output
 
 

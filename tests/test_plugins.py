@@ -137,10 +137,10 @@ def test_a_task_with_the_name_of_ours_is_refused():
     assert TASKS["parity_check"].symbols == "ab"
 
 
-def test_explain_includes_the_options_of_a_plugin(capsys):
+def test_explain_includes_the_options_of_a_plugin(invoke):
     path = write("x.yaml", f"plugins: [{write('ring.py', PLUGIN.format(kind='ring'))}]\n")
-    assert main(["configs", "explain", "model.memory.size", "--config", BASE, "--config", path]) == 0
-    assert "model.memory.size (kind ring)" in capsys.readouterr().out
+    printed = invoke("configs explain model.memory.size --config", BASE, "--config", path)
+    assert "model.memory.size (kind ring)" in printed
 
 
 NESTED = """
@@ -235,12 +235,11 @@ def test_no_verb_runs_a_foreign_plugin(marker, tmp_path, monkeypatch, verb):
 @pytest.mark.parametrize(
     "part", ['overrides: ["plugins=[{}]"]', "list: [{{plugins: [{}]}}]", "grid: {{plugins: [[{}]]}}"]
 )
-def test_plugin_of_a_foreign_sweep_does_not_run(marker, tmp_path, monkeypatch, capsys, part):
+def test_plugin_of_a_foreign_sweep_does_not_run(marker, tmp_path, monkeypatch, invoke, part):
     path = write("foreign/sweep.yaml", f"config: quickstart\n{part.format(f'{tmp_path}/foreign/evil.py')}\n")
     monkeypatch.chdir(tmp_path / "project")
     for verb in ("run", "status"):
-        assert main(["sweep", verb, str(tmp_path / path)]) == 2
-        assert "/foreign/evil.py is outside the project" in capsys.readouterr().err
+        assert "/foreign/evil.py is outside the project" in invoke("sweep", verb, tmp_path / path, expect=2)
     assert not marker.exists()
 
 

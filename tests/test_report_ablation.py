@@ -202,10 +202,9 @@ def test_the_latest_run_of_a_seed_counts(runs):
     assert notes == [f"1 run left out, a later run has the same seed: {runs}/transformer-seed=0-0123abc0"]
 
 
-def test_formats(runs, tmp_path, capsys):
+def test_formats(runs, tmp_path, invoke):
     out = [f"--csv={tmp_path}/a.csv", f"--figure={tmp_path}/a.pdf"]
-    assert cli.main(["report", "ablation", str(runs), *out]) == 0
-    assert "-0.097 (-0.135 to -0.059)*" in capsys.readouterr().out
+    assert "-0.097 (-0.135 to -0.059)*" in invoke("report ablation", runs, *out)
     assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
     lines = list(csv.DictReader((tmp_path / "a.csv").open()))
     assert len(lines) == 9
@@ -341,7 +340,7 @@ def test_verdicts_are_corrected_for_the_number_of_arms():
     assert [verdict.outcome for verdict in same.values()] == ["no effect", "undecided", "undecided"]
 
 
-def test_the_verdict_is_below_the_differences_in_every_format(runs, tmp_path, capsys):
+def test_the_verdict_is_below_the_differences_in_every_format(runs, tmp_path, invoke):
     for seed, loss in enumerate((3.0, 3.2, 3.1)):
         finish(write_run(runs / f"copy-seed={seed}-0123abcd", "model.memory=adapter", seed=seed), loss)
     text = (
@@ -362,13 +361,13 @@ def test_the_verdict_is_below_the_differences_in_every_format(runs, tmp_path, ca
     page = build_page(runs)
     assert page.rindex("value_skip</td>") < page.index(f"<p>{text}</p>") < page.index("<h3>Notes</h3>")
     options = ["--loss", "training loss", "--effect", "0.2", "--tables"]
-    assert cli.main(["report", "ablation", str(runs), *options]) == 0
-    assert capsys.readouterr().out.endswith(
+    output = invoke("report ablation", runs, *options)
+    assert output.endswith(
         "Verdict on the training loss (effect 0.2 nats, 95 %, Holm over 3 arms; a gain above the number in parentheses "
         "is excluded): helps: stacktrans (0.135); no effect above 0.2: copy (0.000); undecided: value_skip (7.438).\n"
     )
-    assert cli.main(["report", "ablation", str(runs), "--effect", "-1"]) == 2
-    assert "--effect -1: not a difference in nats; use a positive number" in capsys.readouterr().err
+    error = invoke("report ablation", runs, "--effect", "-1", expect=2)
+    assert "--effect -1: not a difference in nats; use a positive number" in error
 
 
 def test_runs_of_a_verdict_are_named(runs):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from language_runs import write_run
 
-from stackexp.cli import main
 from stackexp.errors import RunError
 from stackexp.evaluation.benchmarks.results import BenchmarkEvaluation, TaskScores, add_evaluation
 from stackexp.reports import benchmarks
@@ -38,7 +37,7 @@ def find_row(report, table, label):
     return next(row for row in report.tables[table].rows if row[0] == label)
 
 
-def test_the_table_has_all_tasks_and_the_average_of_common_ones(runs, tmp_path, capsys):
+def test_the_table_has_all_tasks_and_the_average_of_common_ones(runs, tmp_path, invoke):
     report = build_benchmarks([runs])
     assert report.tables[0].header == ["task", "random", "one", "two"]
     assert find_row(report, 0, "a") == ["a", "0.250", "0.300 ± 0.030", "0.400 ± 0.030"]
@@ -48,8 +47,7 @@ def test_the_table_has_all_tasks_and_the_average_of_common_ones(runs, tmp_path, 
     command = "`python -m stackexp evaluate --run RUN --tasks smollm2`"
     assert report.notes[0] == f"tasks are missing for one, filled by {command}"
     output = tmp_path / "scores.csv"
-    assert main(["report", "benchmarks", str(runs), "--csv", str(output)]) == 0
-    assert "0.300 ± 0.030" in capsys.readouterr().out
+    assert "0.300 ± 0.030" in invoke("report benchmarks", runs, "--csv", output)
     assert [row["task"] for row in csv.DictReader(output.read_text().splitlines())] == ["a", "b", "a", "b", "c"]
 
 

@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 from language_runs import finish, write_run
 
-from stackexp import cli
 from stackexp.errors import RunError
 from stackexp.reports.dynamics import Curve, build_dynamics, draw_dynamics, find_crossings
 from stackexp.reports.report import smooth_losses
@@ -45,7 +44,7 @@ def test_the_figure_shows_a_shorter_run_above_the_baseline():
     assert all(low < value < high for curve in curves for value in curve.smoothed.iloc[len(curve.raw) // 20 :])
 
 
-def test_the_mean_over_seeds_is_compared(tmp_path, capsys):
+def test_the_mean_over_seeds_is_compared(tmp_path, invoke):
     for seed in (0, 1):
         base = [3.0 + seed] * 100
         ours = [3.0 + seed + 0.01 * (40.5 - step) for step in STEPS]
@@ -55,8 +54,7 @@ def test_the_mean_over_seeds_is_compared(tmp_path, capsys):
             if seed == 0:
                 finish(run, 3.0)
     files = ["--csv", str(tmp_path / "curves.csv"), "--figure", str(tmp_path / "dynamics.png"), "--smooth", "5"]
-    assert cli.main(["report", "dynamics", str(tmp_path), *files]) == 0
-    printed = capsys.readouterr().out
+    printed = invoke("report dynamics", tmp_path, *files)
     rows = [line.split() for line in printed.splitlines()]
     assert rows[4] == ["transformer", "2", "102,400", "3.500", *[ABSENT] * 6]
     difference = ["-0.585", "(-0.585", "to", "-0.585)*"]  # the same for both seeds

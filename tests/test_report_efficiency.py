@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from stackexp import cli
 from stackexp.errors import RunError
 from stackexp.reports.efficiency import build_efficiency
 from stackexp.tables import ABSENT
@@ -29,12 +28,11 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_costs_are_compared_with_the_paper(tmp_path, capsys):
+def test_costs_are_compared_with_the_paper(tmp_path, invoke):
     rows = [build_row("transformer", 1.0), build_row("stacktrans", 1.3), build_row("stacktrans", 2.2, "reference")]
     file = write(tmp_path / "efficiency.json", rows)
     outputs = [f"--csv={tmp_path}/out.csv", f"--figure={tmp_path}/out.png"]
-    assert cli.main(["report", "efficiency", str(file), *outputs]) == 0
-    printed = capsys.readouterr().out
+    printed = invoke("report efficiency", file, *outputs)
     lines = {line.split("  ")[0]: line.split() for line in printed.splitlines()}
     ratio = ["1.300", "(1.200-1.400)"]
     own = ["+30.0%", "+0.0%", "4,096", "50.0%", *ratio, *ratio, ABSENT, *ratio]

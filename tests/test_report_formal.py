@@ -8,7 +8,6 @@ import pytest
 import yaml
 from formal_runs import ALL_LENGTHS, MODELS, NEAR_LENGTHS, finish, format_formal, read_row, write_run
 
-from stackexp.cli import main
 from stackexp.config.affects import flatten_config
 from stackexp.config.compose import compose
 from stackexp.config.data import get_model_label
@@ -342,10 +341,9 @@ def test_latex_is_escaped(report, runs):
     assert {line.replace(r"\&", "").count("&") for line in lines} == {12, 3}
 
 
-def test_verb_writes_the_requested_files(report, runs, tmp_path, capsys):
+def test_verb_writes_the_requested_files(report, runs, tmp_path, invoke):
     files = ["--csv=runs.csv", "--figure=bars.png", "--curves=curves.png"]
-    assert main(["report", "formal", str(runs), "--score", "41_200", *files]) == 0
-    printed = capsys.readouterr().out
+    printed = invoke("report formal", runs, "--score", "41_200", *files)
     assert "on lengths 41 to 200." in printed
     assert "\nregular " in printed
     for name in ("bars.png", "curves.png"):

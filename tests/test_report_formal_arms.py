@@ -2,12 +2,11 @@
 
 from formal_runs import finish, write_run
 
-from stackexp.cli import main
 from stackexp.files import read_hashed_json, write_hashed_json
 from stackexp.tables import ABSENT
 
 
-def test_arms_have_means_intervals_and_solved_seeds(tmp_path, capsys):
+def test_arms_have_means_intervals_and_solved_seeds(tmp_path, invoke):
     scores = {"LSTM": [0.5, 0.6, 0.7], "StackTrans": [1.0, 1.0, 0.95]}
     for model, arm in (("LSTM", "lstm"), ("StackTrans", "stacktrans-time")):
         for seed, score in enumerate(scores[model]):
@@ -22,8 +21,7 @@ def test_arms_have_means_intervals_and_solved_seeds(tmp_path, capsys):
     finish(run, beyond=0.25, longest=200)
     for path in tmp_path.rglob("result.json"):
         write_hashed_json(path, read_hashed_json(path, "") | {"seconds": 900.0})
-    assert main(["report", "formal", "--arms", str(tmp_path), "--markdown"]) == 0
-    printed = capsys.readouterr().out
+    printed = invoke("report formal --arms", tmp_path, "--markdown")
     assert "| task | lstm | stacktrans-time (ours) |" in " ".join(printed.split())
     # Student's t with two degrees of freedom: 4.303 * 0.1 / sqrt(3) = 0.248, 4.303 * 0.02887 / sqrt(3) = 0.0717
     assert "| parity_check | 0.60 (0.35 to 0.85) | **0.98** (0.91 to 1.00) |" in " ".join(printed.split())
@@ -34,7 +32,7 @@ def test_arms_have_means_intervals_and_solved_seeds(tmp_path, capsys):
     assert "| hours | 1.2 | 1.0 |" in " ".join(printed.split()), "the tuning counts as cost, not as a score"
 
 
-def test_columns_name_what_is_the_papers_and_what_is_ours(tmp_path, capsys):
+def test_columns_name_what_is_the_papers_and_what_is_ours(tmp_path, invoke):
     for arm, model, options in (
         ("feedback", "StackTrans", []),
         ("plain", "StackTrans", ["model.memory.feedback=false"]),
@@ -43,46 +41,42 @@ def test_columns_name_what_is_the_papers_and_what_is_ours(tmp_path, capsys):
     ):
         folder = tmp_path / f"pairs/{arm}-seed=100-01234567"
         finish(write_run(folder, model, "parity_check", *options, seed=100), beyond=0.5)
-    assert main(["report", "formal", "--arms", str(tmp_path), "--markdown"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(invoke("report formal --arms", tmp_path, "--markdown").split())
     assert "| task | depth (paper) | feedback (ours) | lstm | plain (ours) |" in printed
     assert "feedback (ours) differs from the paper's stack in read=top, feedback=true" in printed
     assert "plain (ours) differs from the paper's stack in read=top" in printed
 
 
-def test_a_failed_run_counts_as_not_solved(tmp_path, capsys):
+def test_a_failed_run_counts_as_not_solved(tmp_path, invoke):
     for seed in (100, 101):
         run = write_run(tmp_path / f"pairs/lstm-seed={seed}-0123456{seed % 10}", "LSTM", "parity_check", seed=seed)
         if seed == 100:
             finish(run, beyond=1.0)
     command = ["report", "formal", "--arms", str(tmp_path), "--markdown"]
     (run / "failure.json").write_text('{"tried_again": true}')
-    assert main(command) == 0
-    assert "| parity_check | 1/1 |" in " ".join(capsys.readouterr().out.split()), "its next attempt has not ended"
+    assert "| parity_check | 1/1 |" in " ".join(invoke(*command).split()), "its next attempt has not ended"
     (run / "failure.json").write_text('{"tried_again": false}')
-    assert main(command) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(invoke(*command).split())
     assert "| parity_check | 1/2 |" in printed
     assert "the last session; those without a recorded time (1) count as 0" in printed
     assert "Failed runs count as not solved, and are in no mean accuracy: lstm on parity_check (1)" in printed
 
 
-def test_two_runs_of_one_seed_are_an_error(tmp_path, capsys):
+def test_two_runs_of_one_seed_are_an_error(tmp_path, invoke):
     for name, steps in (("equal", 600), ("equal-budget-0.1", 60)):
         folder = tmp_path / name / "parity_check/pairs/lstm-seed=100-01234567"
         run = write_run(folder, "LSTM", "parity_check", f"trainer.max_steps={steps}", seed=100)
         finish(run, beyond=0.5)
-    assert main(["report", "formal", "--arms", str(tmp_path)]) == 1
-    assert "are runs of lstm on parity_check with one seed; give the folder of one" in capsys.readouterr().err
+    error = invoke("report formal --arms", tmp_path, expect=1)
+    assert "are runs of lstm on parity_check with one seed; give the folder of one" in error
 
 
-def test_runs_without_scores_are_an_error(tmp_path, capsys):
+def test_runs_without_scores_are_an_error(tmp_path, invoke):
     finish(write_run(tmp_path / "lstm-seed=0-01234567", "LSTM", "parity_check"), beyond=0.5, longest=60)
-    assert main(["report", "formal", "--arms", str(tmp_path)]) == 1
-    assert "no finished run is tested over 41..500" in capsys.readouterr().err
+    assert "no finished run is tested over 41..500" in invoke("report formal --arms", tmp_path, expect=1)
 
 
-def test_one_setting_is_chosen_over_all_tasks(tmp_path, capsys):
+def test_one_setting_is_chosen_over_all_tasks(tmp_path, invoke):
     """Rate 1e-3 is best on parity_check, 2e-3 on even_pairs and over both; only runs at 2e-3 count."""
     accuracy = {("parity_check", 1e-3): 0.75, ("parity_check", 2e-3): 0.5, ("even_pairs", 1e-3): 0.5}
     for task in ("parity_check", "even_pairs"):
@@ -99,18 +93,15 @@ def test_one_setting_is_chosen_over_all_tasks(tmp_path, capsys):
         run = tmp_path / f"{folder}/{task}/pairs/lstm-seed=100-01234567"
         finish(write_run(run, "LSTM", task, f"optimizer.lr={lr}", seed=100), beyond=score)
     command = ["report", "formal", "--arms", "--markdown", "--one-setting"]
-    assert main([*command, str(tmp_path / "equal")]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(invoke(*command, tmp_path / "equal").split())
     assert "| even_pairs | **0.75** |" in printed
     assert "| parity_check |" not in printed
     assert (
         "One setting of lstm: optimizer.lr=0.002; mean validation accuracy of 0.750 over the 2 tuned tasks" in printed
     )
-    assert main([*command, str(tmp_path / "equal"), str(tmp_path / "one"), str(tmp_path / "again")]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(invoke(*command, tmp_path / "equal", tmp_path / "one", tmp_path / "again").split())
     assert "| even_pairs | **0.75** |" in printed, "equal runs count once"
     assert "| parity_check | **0.50** |" in printed
-    assert main([*command, str(tmp_path / "one")]) == 1
-    assert "no finished run in a folder tuning/ chooses a setting" in capsys.readouterr().err
-    assert main(["report", "formal", "--one-setting", str(tmp_path / "equal")]) == 2
-    assert "--one-setting requires --arms" in capsys.readouterr().err
+    error = invoke(*command, tmp_path / "one", expect=1)
+    assert "no finished run in a folder tuning/ chooses a setting" in error
+    assert "--one-setting requires --arms" in invoke("report formal --one-setting", tmp_path, expect=2)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from config_files import build_sweep, finish_trial
 
-from stackexp import cli
 from stackexp.reports.grid import build_grid, draw_grid, summarize_trials
 from stackexp.sweeps.sweep import Sweep
 
@@ -25,11 +24,10 @@ def build(unfinished: int = 0, **keys: object) -> Sweep:
     return sweep
 
 
-def test_curves_and_heat_maps(capsys):
+def test_curves_and_heat_maps(invoke):
     sweep = build(unfinished=1, grid={H: [1, 2], D: [4, 8, 16], S: [8, 24]}, center={H: 1, D: 8, S: 8})
     files = ["--csv=grid.csv", "--figure=grid.png"]
-    assert cli.main(["report", "grid", str(sweep.folder), *files]) == 0
-    printed = capsys.readouterr().out
+    printed = invoke("report grid", sweep.folder, *files)
     first = printed.splitlines()[4].split()
     assert first == ["H=1-d_s=4-S=8", "2.1480", "1.6480", "1", "1,000", "10"]
     assert f"1 of 12 trials are not finished: `python -m stackexp sweep run {sweep.folder}`" in printed

@@ -11,7 +11,6 @@ from formal_runs import finish as finish_formal
 from formal_runs import write_run as write_formal_run
 from language_runs import finish, write_run
 
-from stackexp import cli
 from stackexp.errors import RunError
 from stackexp.reports.page import MAX_NOTES, _format_notes, build_page
 
@@ -77,9 +76,9 @@ def test_text_is_escaped(page):
     assert '<td>0.75↓ / 0.75 <span class="whole">(0/1)</span></td>' in page
 
 
-def test_the_verb_writes_the_page(folder, tmp_path, capsys):
-    assert cli.main(["report", "all", str(folder / "transformer-1000-0123abcd"), f"--out={tmp_path}/a.html"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}/a.html\n"
+def test_the_verb_writes_the_page(folder, tmp_path, invoke):
+    printed = invoke("report all", folder / "transformer-1000-0123abcd", f"--out={tmp_path}/a.html")
+    assert printed == f"{tmp_path}/a.html\n"
     text = (tmp_path / "a.html").read_text()
     assert ">Ablation</h2>" in text
     assert "<li>Formal languages: " in text

@@ -34,19 +34,17 @@ def runs(tmp_path, monkeypatch) -> Path:
     return Path("runs")
 
 
-def test_reports_read_copies_like_the_runs(runs, capsys):
+def test_reports_read_copies_like_the_runs(runs, invoke):
     (runs / "transformer-seed=0-0123abc0" / ".stackexp").unlink()  # a run of an earlier version
-    assert main(["runs", "copy", "runs", "--to", "copies"]) == 0
-    assert len(capsys.readouterr().out.split()) == 2
+    assert len(invoke("runs copy runs --to copies").split()) == 2
     ours, copies = build_ablation([runs]), build_ablation([Path("copies")])
     assert [table.rows for table in copies.tables] == [table.rows for table in ours.tables]
     files = [path for path in Path("copies").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 2 * 8000
     assert not any("secret" in path.read_text() for path in files if path.suffix == ".json")
-    assert main(["runs", "copy", "runs", "--to", "copies"]) == 2
-    assert "exists already; remove it first" in capsys.readouterr().err
-    assert main(["runs", "copy", "runs/queue-seed=0-0123abc2", "--to", "other"]) == 2
-    assert "no finished runs; give folders with a result.json" in capsys.readouterr().err
+    assert "exists already; remove it first" in invoke("runs copy runs --to copies", expect=2)
+    error = invoke("runs copy runs/queue-seed=0-0123abc2 --to other", expect=2)
+    assert "no finished runs; give folders with a result.json" in error
 
 
 def test_copies_keep_the_names_of_arms(runs):
@@ -90,7 +88,7 @@ def test_copies_have_tests_but_no_validations_of_other_runs(runs):
         ("validate.chunks/held-out.npy", None, "held-out.npy: a symbolic link"),
     ],
 )
-def test_a_run_that_cannot_be_copied_leaves_no_files(runs, capsys, file, content, message):
+def test_a_run_that_cannot_be_copied_leaves_no_files(runs, invoke, file, content, message):
     """A link in a run of another person could lead to a private file."""
     run = runs / "stacktrans-seed=0-0123abc1"
     if content is None:
@@ -101,39 +99,34 @@ def test_a_run_that_cannot_be_copied_leaves_no_files(runs, capsys, file, content
     Path("copies").mkdir()
     mine = Path("copies", f".{run.name}.new")
     mine.mkdir()
-    assert main(["runs", "copy", str(run), "--to", "copies"]) == 1
-    assert message in capsys.readouterr().err
+    assert message in invoke("runs copy", run, "--to", "copies", expect=1)
     assert list(Path("copies").iterdir()) == [mine]
 
 
-def test_a_pipe_among_the_losses_of_chunks_is_one_line(runs, capsys):
+def test_a_pipe_among_the_losses_of_chunks_is_one_line(runs, invoke):
     run = runs / "stacktrans-seed=0-0123abc1"
     (run / "validate.chunks" / "held-out.npy").unlink()
     os.mkfifo(run / "validate.chunks" / "held-out.npy")
-    assert main(["runs", "copy", str(run), "--to", "copies"]) == 1
-    assert capsys.readouterr().err.endswith("held-out.npy: not a regular file; replace it by one\n")
+    error = invoke("runs copy", run, "--to", "copies", expect=1)
+    assert error.endswith("held-out.npy: not a regular file; replace it by one")
 
 
-def test_tables_of_a_document_are_replaced(runs, capsys):
+def test_tables_of_a_document_are_replaced(runs, capsys, invoke):
     command = "python -m stackexp report ablation runs --markdown --tables"
     document = Path("results.md")
     form = "<!-- {command} -->\n{table}<!-- end of report -->\n"
     document.write_text("before\n" + 2 * form.format(command=command, table="old\n") + "after\n")
-    assert main(["report", "all", "--update", "results.md"]) == 0
-    assert capsys.readouterr().out == 2 * f"{command}\n"
-    assert main(command.split()[3:]) == 0
-    printed = capsys.readouterr().out
+    assert invoke("report all --update results.md") == 2 * f"{command}\n"
+    printed = invoke(*command.split()[3:])
     assert "| stacktrans" in printed
     assert "- Losses are means" not in printed, "--tables prints no notes"
     tables = [(main([*command.split()[3:], str(i)]), capsys.readouterr().out) for i in (1, 2)]
     assert [code for code, _ in tables] == [0, 0]
     assert printed == "\n".join(text for _, text in tables)
-    assert main([*command.split()[3:], "3"]) == 2
-    assert "--tables 3: the report has 2 tables" in capsys.readouterr().err
+    assert "--tables 3: the report has 2 tables" in invoke(*command.split()[3:], "3", expect=2)
     trains = "python -m stackexp verdict mine.yaml"
     Path("other.md").write_text(form.format(command=trains, table="old\n"))
-    assert main(["report", "all", "--update", "other.md"]) == 1
-    assert f"`{trains}` would train; add --report" in capsys.readouterr().err
+    assert f"`{trains}` would train; add --report" in invoke("report all --update other.md", expect=1)
     assert document.read_text() == "before\n" + 2 * form.format(command=command, table=printed) + "after\n"
 
 
@@ -144,11 +137,9 @@ COMMAND = "<!-- python -m stackexp report ablation nowhere -->\n"
     ("text", "message"),
     [(COMMAND, "expected tables between"), (f"{COMMAND}<!-- end of report -->", "nowhere: no such folder")],
 )
-def test_a_document_that_cannot_be_updated_is_left_alone(text, message, tmp_path, monkeypatch, capsys):
+def test_a_document_that_cannot_be_updated_is_left_alone(text, message, tmp_path, monkeypatch, invoke):
     monkeypatch.chdir(tmp_path)
     Path("a.md").write_text(text)
-    assert main(["report", "all", "--update", "a.md"]) == 1
-    error = capsys.readouterr().err
+    error = invoke("report all --update a.md", expect=1)
     assert message in error
-    assert error.count("\n") == 1
     assert Path("a.md").read_text() == text

@@ -72,11 +72,10 @@ def test_runs_are_compared_at_a_fixed_budget_before_a_fixed_ratio():
     assert select([Point("Transformer", n, n, 10**n, 0, 3.0) for n in (1, 2, 3)]) is None
 
 
-def test_the_panel_of_a_ladder(tmp_path, capsys):
+def test_the_panel_of_a_ladder(tmp_path, invoke):
     write_ladder(tmp_path)
     arguments = ["--irreducible", "1.5", "--loss", "average", "--figure", str(tmp_path / "scaling.png")]
-    assert cli.main(["report", "scaling", str(tmp_path), *arguments]) == 0
-    printed = capsys.readouterr().out
+    printed = invoke("report scaling", tmp_path, *arguments)
     rows = [line.split() for line in printed.splitlines()[2:]]
     assert rows[2] == ["parameters", "Transformer", *["4"] * 2, "0.2000", "0.200", "to", "0.200", ABSENT, ABSENT]
     assert rows[3][:5] == ["parameters", "StackTrans", "4", "4", "0.2000"]

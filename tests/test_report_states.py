@@ -293,7 +293,7 @@ def test_few_runs_have_no_interval_and_no_prediction():
 
 
 @pytest.mark.process
-def test_report_measures_trained_runs(tmp_path, monkeypatch, capsys):
+def test_report_measures_trained_runs(tmp_path, monkeypatch, capsys, invoke):
     monkeypatch.chdir(tmp_path)
     shared = "data.eval_length_stride=459 data.eval_sequences=1 data.validation_sequences=1 data.batch_size=2 "
     shared += (
@@ -304,8 +304,7 @@ def test_report_measures_trained_runs(tmp_path, monkeypatch, capsys):
         assert cli.main(["fit", "--config", f"formal/{name}", *options]) == 0
     capsys.readouterr()
     outputs = ["--csv", "states.csv", "--figure", "states.png", "--strings", "8"]
-    assert cli.main(["report", "states", "runs", "--markdown", *outputs]) == 0
-    text = capsys.readouterr().out
+    text = invoke("report states runs --markdown", *outputs)
     assert text.count("| reverse_string |") == 2 + 1 + 2, "distances, actions of one stack, depths"
     assert "no prediction" in text
     records = Path("states.csv").read_text().splitlines()

@@ -70,7 +70,7 @@ def format_comparison(runs) -> list[str]:
     return format_report(build_comparison(runs, different_data=True), "markdown").splitlines()[2:]
 
 
-def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys):
+def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys, invoke):
     folders = []
     bigrams = {"loss": 4.0, "perplexity": 54.6}
     for name, loss in {"one": 2, "two": 1}.items():
@@ -91,13 +91,12 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys):
     assert "4.000 / 54.60" in rows[4]
     assert main(["report", "compare", str(tmp_path), "--different-data"]) == 0, "a folder of runs"
     assert len(capsys.readouterr().out.splitlines()) == 7
-    assert main(["report", "compare", str(tmp_path)]) == 1
-    error = capsys.readouterr().err
+    error = invoke("report compare", tmp_path, expect=1)
     assert "trained on other data than" in error
     assert "report ablation" not in error
     language_runs.write_run(tmp_path / "one" / "20261127-120000-0009", data="nine", seed=1)
-    assert main(["report", "compare", str(tmp_path / "one")]) == 1
-    assert "; average seeds with `report ablation`, or compare them anyway with" in capsys.readouterr().err
+    line = invoke("report compare", tmp_path / "one", expect=1)
+    assert "; average seeds with `report ablation`, or compare them anyway with" in line
     shutil.rmtree(tmp_path / "one" / "20261127-120000-0009")
     folders[1].result.unlink()
     found = read_rows(runs)

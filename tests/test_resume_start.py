@@ -99,18 +99,17 @@ def test_hidden_folders_of_the_user_are_kept(config, unfinished):
         assert {path.name for path in unfinished.checkpoints.glob(".*")} == {".mine"}
 
 
-def test_older_checkpoint_is_branched_into_a_new_folder(trained, unfinished, tmp_path, capsys):
+def test_older_checkpoint_is_branched_into_a_new_folder(trained, unfinished, tmp_path, invoke):
     before = record(unfinished), unfinished.list_checkpoints()
     older = unfinished.checkpoints / "00000004"
     fit = ["fit", "--config", str(trained / "config.yaml"), f"logging.root={tmp_path}/runs"]
-    assert main([*fit, "--ckpt_path", str(older)]) == 0
-    assert f"branched from {older}" in capsys.readouterr().out
+    assert f"branched from {older}" in invoke(*fit, "--ckpt_path", older)
     assert (record(unfinished), unfinished.list_checkpoints()) == before
     (branch,) = (path for path in unfinished.path.parent.iterdir() if path != unfinished.path)
     assert record(RunFolder(branch)) == [line for line in before[0] if line["step"] > 4]
 
 
-def test_a_branch_that_has_saved_nothing_starts_again_from_its_parent(config, trained, unfinished, monkeypatch, capsys):
+def test_a_branch_that_has_saved_nothing_starts_again_from_its_parent(config, trained, unfinished, monkeypatch, invoke):
     def fail(*_) -> None:
         raise OSError("disk full")
 
@@ -122,8 +121,7 @@ def test_a_branch_that_has_saved_nothing_starts_again_from_its_parent(config, tr
             main([*fit, "trainer.spike_threshold=9", "--ckpt_path", str(older)])
     (branch,) = (path for path in unfinished.path.parent.iterdir() if path != unfinished.path)
     assert caught.value.__notes__ == [f"resume with `python -m stackexp fit --run {branch}`"]
-    assert main(["fit", "--run", str(branch)]) == 0
-    assert f"branched from {older.resolve()}" in capsys.readouterr().out
+    assert f"branched from {older.resolve()}" in invoke("fit --run", branch)
     assert record(RunFolder(branch)) == [line for line in record(unfinished) if line["step"] > 4]
 
 
@@ -253,7 +251,7 @@ def test_an_option_that_is_newer_than_the_checkpoint_must_have_its_default(tmp_p
         check_resumed_config(tmp_path, state, compose(["quickstart"]))
 
 
-def test_a_state_without_a_position_in_the_data_is_reported_in_one_line(unfinished, capsys):
+def test_a_state_without_a_position_in_the_data_is_reported_in_one_line(unfinished, invoke):
     path = unfinished.checkpoints / "00000012"
     tokenizer, state = read_manifest(path)["tokenizer"], torch.load(path / "state.pt", weights_only=True)
     state["loops"]["fit_loop"]["state_dict"] = {}
@@ -262,8 +260,7 @@ def test_a_state_without_a_position_in_the_data_is_reported_in_one_line(unfinish
     write_manifest(path, 12, tokenizer)
     for older in ("00000004", "00000008"):
         shutil.rmtree(unfinished.checkpoints / older)
-    assert main(["fit", "--run", str(unfinished.path)]) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    line = invoke("fit --run", unfinished.path, expect=1)
     assert line.startswith(f"error: {path}: damaged (")
     assert "lacks its position in the training data" in line
 

@@ -176,13 +176,12 @@ def test_a_tokenizer_that_is_not_byte_level(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["uint32", "int64"])
-def test_raw_ids_of_more_than_two_bytes_require_their_type(tmp_path, dtype, capsys):
+def test_raw_ids_of_more_than_two_bytes_require_their_type(tmp_path, dtype, capsys, invoke):
     OLD.save(str(tmp_path / "old.json")), NEW.save(str(tmp_path / "new.json"))
     (tmp_path / "a.npy").write_bytes(encode(OLD, DOCUMENTS).astype(np.dtype(dtype).newbyteorder("<")).tobytes())
     command = ["data", "retokenize", f"{tmp_path}/a.npy", "--to", f"{tmp_path}/to", "--from", f"{tmp_path}/old.json"]
     command += ["--tokenizer", f"{tmp_path}/new.json"]
-    assert main(command) == 1
-    assert f"a.npy: its ids seem to have {np.dtype(dtype).itemsize} bytes" in capsys.readouterr().err
+    assert f"a.npy: its ids seem to have {np.dtype(dtype).itemsize} bytes" in invoke(*command, expect=1)
     assert main([*command, "--dtype", dtype]) == 0
     assert read_ids(tmp_path / "to" / "a.npy") == encode(NEW, DOCUMENTS).tolist()
     assert main([*command, "--dtype", dtype]) == 0
@@ -275,13 +274,12 @@ def test_a_kill_loses_one_file_at_most(tmp_path, program, capsys):
     assert [path.name for path in to.rglob(".*")] == [".lock"]
 
 
-def test_the_verb_prints_a_table(tmp_path, capsys):
+def test_the_verb_prints_a_table(tmp_path, invoke):
     for name, tokenizer in {"old": OLD, "new": NEW}.items():
         tokenizer.save(str(tmp_path / f"{name}.json"))
     source = write(tmp_path / "set.npy", encode(OLD, DOCUMENTS))
     tokenizers = ["--from", str(tmp_path / "old.json"), "--tokenizer", str(tmp_path / "new.json")]
-    assert main(["data", "retokenize", str(source), "--to", str(tmp_path / "new"), *tokenizers]) == 0
-    out = capsys.readouterr().out
+    out = invoke("data retokenize", source, "--to", tmp_path / "new", *tokenizers)
     size, count = sum(len(text.encode()) for text in DOCUMENTS), len(encode(NEW, DOCUMENTS))
     row = ["set.npy", str(len(DOCUMENTS)), f"{count:,}", f"{size:,}", f"{size / count:.3f}"]
     assert row in [line.split() for line in out.splitlines()]
@@ -302,13 +300,12 @@ def test_the_verb_prints_a_table(tmp_path, capsys):
         ("a.npy --to b.txt", 1, "b.txt: cannot be written"),
     ],
 )
-def test_errors_are_one_line(arguments, code, message, tmp_path, monkeypatch, capsys):
+def test_errors_are_one_line(arguments, code, message, tmp_path, monkeypatch, invoke):
     monkeypatch.chdir(tmp_path)
     OLD.save("old.json"), NEW.save("new.json")
     write(Path("a.npy"), encode(NEW, ["text"]), NEW)
     Path("b.txt").write_text("")
     Path("empty").mkdir()
-    assert main(["data", "retokenize", "--from", "new.json", "--tokenizer", "new.json", *arguments.split()]) == code
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    line = invoke("data retokenize --from new.json --tokenizer new.json", *arguments.split(), expect=code)
     assert message in line
     assert not Path("x").exists()

@@ -47,60 +47,52 @@ def test_a_copy_has_the_figures_of_its_result(run):
         find_checkpoint(RunFolder(Path("copies/tiny") / run.path.name), None)
 
 
-def test_copies_of_runs_with_the_same_name_are_refused_before_any_is_written(run, capsys):
+def test_copies_of_runs_with_the_same_name_are_refused_before_any_is_written(run, invoke):
     shutil.copytree(run.path, Path("runs/other/tiny") / run.path.name)
-    assert main(["runs", "copy", "runs", "--to", "copies"]) == 2
-    assert "have the same name; copy them separately" in capsys.readouterr().err
+    assert "have the same name; copy them separately" in invoke("runs copy runs --to copies", expect=2)
     assert not Path("copies").exists()
 
 
-def test_links_are_not_removed_and_a_run_given_twice_is_removed_once(run, capsys):
+def test_links_are_not_removed_and_a_run_given_twice_is_removed_once(run, invoke):
     Path("link").symlink_to(run.path)
-    assert main(["runs", "remove", "link", "--yes"]) == 1
-    assert f"link: a symbolic link; give the run folder, {run.path.resolve()}" in capsys.readouterr().err
-    assert main(["runs", "remove", str(run.path), f"{run.path}/", "--yes"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    error = invoke("runs remove link --yes", expect=1)
+    assert f"link: a symbolic link; give the run folder, {run.path.resolve()}" in error
+    assert len(invoke("runs remove", run.path, f"{run.path}/", "--yes").splitlines()) == 1
     assert not run.path.exists()
 
 
-def test_damaged_and_unfinished_folders_can_be_shown_and_removed(run, capsys):
+def test_damaged_and_unfinished_folders_can_be_shown_and_removed(run, invoke):
     run.environment.write_text("")
-    assert main(["runs", "show", str(run.path)]) == 0
-    assert "environment.json: not valid JSON" in capsys.readouterr().out
+    assert "environment.json: not valid JSON" in invoke("runs show", run.path)
     run.config.unlink()
-    assert main(["runs", "remove", str(run.path), "--yes"]) == 0
+    invoke("runs remove", run.path, "--yes")
     assert not run.path.exists()
 
 
-def test_list_show_and_remove(run, capsys):
-    assert main(["runs", "list"]) == 0
-    rows = capsys.readouterr().out.splitlines()
+def test_list_show_and_remove(run, invoke):
+    rows = invoke("runs list").splitlines()
     assert rows[0].split() == ["state", "step", "loss", "best", "size", "run"]
     assert rows[2].split()[:2] == ["finished", "12/12"]
     assert rows[2].endswith(str(run.path))
     assert max(map(len, rows)) <= 80
 
     run.result.unlink()
-    assert main(["runs", "list", "--state", "unfinished", "--json"]) == 0
-    (listed,) = json.loads(capsys.readouterr().out)
+    (listed,) = json.loads(invoke("runs list --state unfinished --json"))
     assert (listed["path"], listed["state"]) == (str(run.path), "unfinished")
-    assert main(["runs", "show", str(run.path)]) == 0
-    shown = capsys.readouterr().out
+    shown = invoke("runs show", run.path)
     assert f"python -m stackexp fit --run {run.path}" in shown
     assert "00000008, 00000012" in shown
-    assert main(["runs", "show", str(run.path), "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["sessions"]) == 1
+    assert len(json.loads(invoke("runs show", run.path, "--json"))["sessions"]) == 1
 
-    assert main(["runs", "remove", str(run.path)]) == 0
-    assert "--yes" in capsys.readouterr().out
+    assert "--yes" in invoke("runs remove", run.path)
     assert run.path.is_dir()
     with run.lock():
-        assert main(["runs", "remove", str(run.path), "--yes"]) == 74
+        invoke("runs remove", run.path, "--yes", expect=74)
     Path("mine").mkdir()
     Path("mine/config.yaml").touch()
-    assert main(["runs", "remove", "mine", "--yes"]) == 1
+    invoke("runs remove mine --yes", expect=1)
     assert Path("mine/config.yaml").exists()
-    assert main(["runs", "remove", str(run.path), "--yes"]) == 0
+    invoke("runs remove", run.path, "--yes")
     assert not run.path.exists()
 
 

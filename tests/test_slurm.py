@@ -9,7 +9,6 @@ from slurm import Slurm
 from sweep_study import ALL_STEPS, Study
 from verdict_question import Question
 
-from stackexp.cli import main
 from stackexp.sweeps.trials import TrialState, read_claim, read_failure
 
 SUBMIT = ("--launcher", "slurm")
@@ -39,12 +38,11 @@ def read_job_logs(study: Study) -> str:
     return "\n".join(path.read_text() for path in study.folder.glob("jobs/*/*.txt"))
 
 
-def test_workers_run_every_trial_once(study, slurm, monkeypatch, capsys):
+def test_workers_run_every_trial_once(study, slurm, monkeypatch, invoke):
     """The trial on two nodes waits for the others, because --max-parallel is 2. Rerunning adds no workers."""
     set_trials(study, "abcd", wide="d")
     study.set_behavior({name: {"wait": True} for name in "abc"})
-    assert main(["sweep", "run", str(study.path), *SUBMIT, "--max-parallel", "2", "--dry-run"]) == 0
-    scripts = capsys.readouterr().out
+    scripts = invoke("sweep run", study.path, *SUBMIT, "--max-parallel", "2", "--dry-run")
     assert "#SBATCH --array=0-1\n" in scripts
     assert "#SBATCH --nodes=2\n" in scripts
     output = study.run(*SUBMIT, "--max-parallel", 2)
@@ -212,8 +210,7 @@ def test_refusal_of_slurm_is_reported(study):
     assert "error: sbatch: " in study.run(*SUBMIT, expect=1)
 
 
-def test_missing_slurm_is_a_config_error(tmp_path, monkeypatch, capsys):
+def test_missing_slurm_is_a_config_error(tmp_path, monkeypatch, invoke):
     study = Study(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert main(["sweep", "run", str(study.path), *SUBMIT]) == 2
-    assert "sbatch not found" in capsys.readouterr().err
+    assert "sbatch not found" in invoke("sweep run", study.path, *SUBMIT, expect=2)

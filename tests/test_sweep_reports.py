@@ -64,13 +64,12 @@ def test_bigram_counts_are_the_last_row(capsys, monkeypatch):
     assert read_results(capsys)[-1][:4] == ["bigram", "counts", "(data", "of"]
 
 
-def test_objective_may_be_missing_or_maximized(capsys):
+def test_objective_may_be_missing_or_maximized(capsys, invoke):
     sweep = build_sweep(grid={H: [1, 2]}, objective="average.accuracy", direction="maximize")
-    assert cli.main(["sweep", "results", "study.yaml"]) == 1
-    assert "no finished trials yet" in capsys.readouterr().err
+    assert "no finished trials yet" in invoke("sweep results study.yaml", expect=1)
     finish_trial(sweep.trials[0], 2.0)
-    assert cli.main(["sweep", "results", "study.yaml"]) == 1
-    assert "objective average.accuracy: result.json has no 'accuracy'; it has loss" in capsys.readouterr().err
+    error = invoke("sweep results study.yaml", expect=1)
+    assert "objective average.accuracy: result.json has no 'accuracy'; it has loss" in error
     build_sweep(grid={H: [1, 2]}, objective="train_loss.last_20_steps", direction="maximize")
     finish_trial(sweep.trials[1], 3.0, average={})
     assert [row[0] for row in read_results(capsys)[2:]] == ["H=2", "H=1"]
@@ -87,12 +86,11 @@ def test_figures_fix_the_other_keys_at_the_center(tmp_path):
     assert [(row["values"][H], row["values"][S]) for row in through_best] == [(1, 8), (1, 24)]
 
 
-def test_trials_without_an_objective_are_named(capsys):
+def test_trials_without_an_objective_are_named(invoke):
     sweep = build_sweep(grid={H: [1, 2]})
     finish_trial(sweep.trials[0], 2.0)
     finish_trial(sweep.trials[1], 2.0, average={"loss": None})
-    assert cli.main(["sweep", "results", "study.yaml"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(invoke("sweep results study.yaml").split())
     assert f"- left out: {sweep.trials[1].name}: objective average.loss: expected a number" in printed
 
 
@@ -114,12 +112,11 @@ def test_status_shows_states_and_causes(capsys):
     assert " ".join(rows[-1]).endswith("4 trials: 1 waiting, 1 stopped, 1 failed, 1 done; no worker is running")
 
 
-def test_status_uses_the_overrides_of_the_last_run(capsys):
+def test_status_uses_the_overrides_of_the_last_run(invoke):
     sweep = load_sweep(str(build_sweep(grid={H: [1]}).path), ["seed=3"])
     finish_trial(sweep.trials[0], 2.5)
     (sweep.folder / "sweep.yaml").write_text(sweep.to_yaml())
-    assert cli.main(["sweep", "status", "study.yaml"]) == 0
-    assert "1 done" in capsys.readouterr().out
+    assert "1 done" in invoke("sweep status study.yaml")
 
 
 def test_dry_run_estimates_the_cost_and_writes_no_files(capsys, monkeypatch):
@@ -156,7 +153,6 @@ def test_errors_of_the_command_line(capsys):
         assert cli.main(line.split()) == 2, line
         error = capsys.readouterr().err
         assert expected in error, error
-        assert error.count("\n") == 1
     assert not Path("runs").exists()
 
 
@@ -165,14 +161,13 @@ def test_only_a_config_with_a_sweep_of_its_name_runs_as_a_sweep():
     assert not any(map(is_run_as_fit, (["quickstart"], ["ablation"], ["formal/quick", "mine.yaml"])))
 
 
-def test_finished_sweep_prints_the_scores_of_both_models_once(capsys):
+def test_finished_sweep_prints_the_scores_of_both_models_once(invoke):
     stacktrans, transformer = load_sweep("formal/quick", ["seed=3"]).trials
     assert stacktrans.folder.path.parent.as_posix() == "runs/formal/quick"
     for trial, score in ((stacktrans, 1.0), (transformer, 0.5)):
         accuracy = {"40": 1.0, "41": score, "100": score, "500": score}
         finish_trial(trial, 1.0, model=trial.name.partition("-")[0], score_41_500=score, accuracy=accuracy)
-    assert cli.main(["fit", "--config", "formal/quick", "seed=3"]) == 0
-    printed = capsys.readouterr().out
+    printed = invoke("fit --config formal/quick seed=3")
     rows = [line.split() for line in printed.splitlines() if line.startswith(("stacktrans ", "transformer "))]
     assert [row[:3] for row in rows] == [["stacktrans", "1.000", "1.000"], ["transformer", "0.500", "0.500"]]
     assert load_sweep("runs/formal/quick").trials == [stacktrans, transformer]

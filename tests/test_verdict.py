@@ -34,7 +34,7 @@ def question(tmp_path) -> Question:
     return Question(tmp_path)
 
 
-def test_arms_are_tuned_then_paired_until_all_are_decided(question, capsys):
+def test_arms_are_tuned_then_paired_until_all_are_decided(question, invoke):
     printed = question.run()
     plan = json.loads((question.folder / "verdict.json").read_text())
     assert plan["values"] == {arm: {"optimizer.lr": 0.002} for arm in ("plain", "copy", "good", "same")}
@@ -51,10 +51,8 @@ def test_arms_are_tuned_then_paired_until_all_are_decided(question, capsys):
     before = {path: path.stat().st_mtime_ns for path in question.folder.glob("*/*/result.json")}
     assert rows["good"] in question.run(), "nothing is left to do"
     assert before == {path: path.stat().st_mtime_ns for path in question.folder.glob("*/*/result.json")}
-    assert main(["verdict", str(question.path), "--report"]) == 0
-    assert "undecided" not in capsys.readouterr().out
-    assert main(["verdict", str(question.path), "--dry-run"]) == 0
-    assert "18 runs, 18 done" in capsys.readouterr().out
+    assert "undecided" not in invoke("verdict", question.path, "--report")
+    assert "18 runs, 18 done" in invoke("verdict", question.path, "--dry-run")
 
 
 def test_a_stopped_verdict_continues_and_a_diverged_trial_is_the_worst(question):
@@ -88,7 +86,7 @@ def test_a_stop_names_the_command_that_continues(question):
     assert "  helps  " in question.run()
 
 
-def test_an_arm_stops_at_a_pair_that_diverged(question, capsys):
+def test_an_arm_stops_at_a_pair_that_diverged(question, invoke):
     """A training that failed, and one whose loss was not finite in the end, which its result has as null."""
     question.behavior["same-seed=102-"] = {"first": ["error"] * 9, "error": DIVERGED}
     question.behavior["good-seed=101-"] = {"seconds": 0.01, "loss": None}
@@ -101,8 +99,7 @@ def test_an_arm_stops_at_a_pair_that_diverged(question, capsys):
     (path,) = question.folder.glob("pairs/good-seed=101-*/result.json")
     assert "null" in path.read_text()
     assert {name.partition("seed=")[2] for name in question.list_runs("pairs")} <= {"100", "101", "102", "103"}
-    assert main(["verdict", str(question.path), "--report"]) == 0
-    assert "same: seed 102 has no finite score" in capsys.readouterr().out
+    assert "same: seed 102 has no finite score" in invoke("verdict", question.path, "--report")
 
 
 def test_a_diverged_training_has_no_second_chance(question):
@@ -148,7 +145,7 @@ def test_two_processes_share_a_verdict(question):
     assert set(question.count_attempts()) == {1}
 
 
-def test_at_equal_time_a_slower_arm_gets_fewer_steps(question, capsys):
+def test_at_equal_time_a_slower_arm_gets_fewer_steps(question, invoke):
     """`good` runs at half the speed of the baseline, in steps of as many tokens."""
     for name in question.behavior:
         question.behavior[name] |= {"speed": 1280 if name.startswith("good") else 2560}
@@ -172,8 +169,7 @@ def test_at_equal_time_a_slower_arm_gets_fewer_steps(question, capsys):
     assert re.search(r"^good +3 +warmup_steps=4 +4\.050 ", printed, re.M), "as tuned, not as scaled"
     assert "chose the smallest" not in printed
     question.write(equal="tokens")
-    assert main(["verdict", str(question.path), "--report"]) == 2
-    assert "equal changed since" in capsys.readouterr().err
+    assert "equal changed since" in invoke("verdict", question.path, "--report", expect=2)
 
 
 def test_the_speed_of_an_arm_is_that_of_its_point_also_if_it_shares_the_run(question, monkeypatch):
@@ -295,7 +291,7 @@ def test_the_planned_pairs_find_the_effect_in_four_of_five_questions(arms, seeds
     assert 0.8 < np.mean(powers) < 0.95, "0.55 to 0.66 if the estimate counts as the truth"
 
 
-def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):
+def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys, invoke):
     monkeypatch.chdir(tmp_path)
     command = ["verdict", "--memory", "queue", "--config", "ablation/small", "--dry-run"]
     assert main(command) == 0
@@ -312,32 +308,28 @@ def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys):
     one_slot = {"model.memory.discipline": "push_only", "model.memory.num_slots": 1}
     assert arms["adapter"] == {"name": "adapter", "model.memory": "queue"} | one_slot
     assert config.effect == 0.01
-    assert main([*command, "--effect", "0.02"]) == 2
-    assert "has effect: 0.01; change it there" in capsys.readouterr().err
-    assert main(["verdict", str(path), "--effect", "0.02", "--dry-run"]) == 2
-    assert "--effect requires --memory" in capsys.readouterr().err
-    assert main([*command, "trainer.max_steps=600"]) == 2
-    assert "has other overrides" in capsys.readouterr().err
+    assert "has effect: 0.01; change it there" in invoke(*command, "--effect", "0.02", expect=2)
+    assert "--effect requires --memory" in invoke("verdict", path, "--effect", "0.02", "--dry-run", expect=2)
+    assert "has other overrides" in invoke(*command, "trainer.max_steps=600", expect=2)
     for damaged in ("[", "[1]"):
         whole = path.read_text()
         path.write_text(damaged)
-        assert main(command) == 2
-        assert capsys.readouterr().err.startswith(f"error: {path}:")
+        assert invoke(*command, expect=2).startswith(f"error: {path}:")
         path.write_text(whole)
     Path("other").mkdir()
     Path("other/small.yaml").write_text("defaults: [ablation/small]\n")
-    assert main(["verdict", "--memory", "queue", "--config", "other/small.yaml", "--dry-run"]) == 2
-    assert "is for the config ['ablation/small']" in capsys.readouterr().err
+    error = invoke("verdict --memory queue --config other/small.yaml --dry-run", expect=2)
+    assert "is for the config ['ablation/small']" in error
     command = ["verdict", "--memory", "push_only", "--config", "ablation/small", "--effect", "0.02"]
-    assert main([*command, "model.hidden_size=64", "--dry-run"]) == 2
-    assert "is chosen by the verdict; set it in a config of your own" in capsys.readouterr().err
+    error = invoke(*command, "model.hidden_size=64", "--dry-run", expect=2)
+    assert "is chosen by the verdict; set it in a config of your own" in error
     assert main([*command, "logging.root=./sub//runs", "--dry-run"]) == 0
     written = Path("sub/runs/verdict-small-push_only/question.yaml").read_text()
     assert "logging.root=./sub//runs" in written
     assert "effect: 0.02" in written
 
 
-def test_the_adapter_of_a_stack_differs_in_its_mechanism_only(monkeypatch, capsys):
+def test_the_adapter_of_a_stack_differs_in_its_mechanism_only(monkeypatch, invoke):
     monkeypatch.setattr("stackexp.planning.cost.match_models", lambda *_: (128, 1.0))  # takes seconds
     for memory in ("authors_code", "stacktrans-normalized", "full_dim"):
         tree = build_question(["ablation/small"], [], memory)
@@ -349,8 +341,11 @@ def test_the_adapter_of_a_stack_differs_in_its_mechanism_only(monkeypatch, capsy
         differences = {key for key in stack if stack[key] != adapter[key]}
         assert {"discipline", "num_slots"} <= differences
         assert all(key.startswith(MECHANISM) for key in differences)
-    assert main(["verdict", str(VERDICTS / "micro_english.yaml"), "logging.root=docs/results", "--report"]) == 0
-    split = capsys.readouterr().out.partition("Split of the gain")[2].partition("Interventions")[0]
+    split = (
+        invoke("verdict", VERDICTS / "micro_english.yaml", "logging.root=docs/results", "--report")
+        .partition("Split of the gain")[2]
+        .partition("Interventions")[0]
+    )
     causes = {
         arm: cause.strip() for cause, arm in re.findall(r"^(mechanism.*?)  +(\S+) minus adapter", split, re.MULTILINE)
     }

@@ -16,14 +16,13 @@ def question(tmp_path) -> Question:
     return Question(tmp_path)
 
 
-def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, capsys):
+def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, invoke):
     question.keep_arms("plain", "same")
     question.write(tuning=None, pairs=4, overrides=["trainer.accelerator=auto"])
     question.run()
 
     def report() -> str:
-        assert main(["verdict", str(question.path), "--report"]) == 1
-        return capsys.readouterr().err
+        return invoke("verdict", question.path, "--report", expect=1)
 
     (folder,) = question.folder.glob("pairs/same-seed=101-*")
     changes = [
@@ -55,11 +54,11 @@ def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, capsys
     question.run()
     path = folder / "environment.json"
     path.write_text(path.read_text().replace('"gpus"', '"versions": {"torch": "2.0"}, "gpus"'))
-    assert main(["verdict", str(question.path), "--report"]) == 0
-    assert "1 pairs: the two runs had different CPUs or versions of torch" in capsys.readouterr().out
+    printed = invoke("verdict", question.path, "--report")
+    assert "1 pairs: the two runs had different CPUs or versions of torch" in printed
 
 
-def test_pairs_on_cpus_need_no_equal_gpus(question, capsys):
+def test_pairs_on_cpus_need_no_equal_gpus(question):
     """A visible GPU is not used with trainer.accelerator=cpu."""
     question.keep_arms("plain", "same")
     question.write(tuning=None, pairs=4, overrides=["trainer.accelerator=cpu"])
@@ -69,7 +68,7 @@ def test_pairs_on_cpus_need_no_equal_gpus(question, capsys):
     assert main(["verdict", str(question.path), "--report"]) == 0
 
 
-def test_pairs_that_were_scored_on_other_data_are_refused(question, capsys):
+def test_pairs_that_were_scored_on_other_data_are_refused(question, invoke):
     question.keep_arms("plain", "same")
     question.write(tuning=None, pairs=4)
     question.run()
@@ -78,11 +77,9 @@ def test_pairs_that_were_scored_on_other_data_are_refused(question, capsys):
             (path,) = question.folder.glob(f"pairs/{name}-seed=101-*/result.json")
             result = read_json(path) | {"sets": {"val": {"loss": 4.0, unit: count}}}
             write_hashed_json(path, {key: result[key] for key in result if key != "sha256"})
-        assert main(["verdict", str(question.path), "--report"]) == 1
-        assert f"scored on 417 {unit} of val, not 1000" in capsys.readouterr().err
+        assert f"scored on 417 {unit} of val, not 1000" in invoke("verdict", question.path, "--report", expect=1)
     write_hashed_json(path, {key: result[key] for key in result if key not in ("sha256", "sets")})
-    assert main(["verdict", str(question.path), "--report"]) == 1
-    assert "only one of them is scored on val" in capsys.readouterr().err
+    assert "only one of them is scored on val" in invoke("verdict", question.path, "--report", expect=1)
 
 
 def test_a_process_takes_the_plan_that_another_has_just_written(question, monkeypatch):
@@ -105,7 +102,7 @@ def test_a_process_takes_the_plan_that_another_has_just_written(question, monkey
 
 
 @pytest.mark.parametrize("place", ["overrides", "arm"])
-def test_a_changed_plugin_is_refused(question, tmp_path, monkeypatch, capsys, place):
+def test_a_changed_plugin_is_refused(question, tmp_path, monkeypatch, invoke, place):
     monkeypatch.chdir(tmp_path)
     plugin = tmp_path / "mine.py"
     plugin.write_text("RATE = 1\n")
@@ -116,14 +113,13 @@ def test_a_changed_plugin_is_refused(question, tmp_path, monkeypatch, capsys, pl
     question.run()
     for path in question.folder.glob("pairs/*/environment.json"):
         path.write_text(json.dumps([{"plugins": hash_plugins([str(plugin)]), "gpus": []}]))
-    assert main(["verdict", str(question.path), "--report"]) == 0
+    invoke("verdict", question.path, "--report")
     plugin.write_text("RATE = 2\n")
     for command in (["--report"], []):
-        assert main(["verdict", str(question.path), *command]) == 2
-        assert "mine.py: changed since" in capsys.readouterr().err
+        assert "mine.py: changed since" in invoke("verdict", question.path, *command, expect=2)
 
 
-def test_the_plan_holds_for_one_config_and_one_version(question, capsys):
+def test_the_plan_holds_for_one_config_and_one_version(question, capsys, invoke):
     question.keep_arms("plain", "same")
     question.write(tuning=None, pairs=4)
     question.run()
@@ -131,8 +127,7 @@ def test_the_plan_holds_for_one_config_and_one_version(question, capsys):
     before = config.read_text()
     config.write_text(before.replace("max_steps: 12", "max_steps: 13"))
     assert config.read_text() != before
-    assert main(["verdict", str(question.path), "--report"]) == 2
-    assert "the config of plain, same changed since" in capsys.readouterr().err
+    assert "the config of plain, same changed since" in invoke("verdict", question.path, "--report", expect=2)
     config.write_text(before)
     assert main(["verdict", str(question.path), "--report"]) == 0
     note = "3 pairs: training data not compared; data.jsonl is missing or has no common step"
@@ -140,29 +135,26 @@ def test_the_plan_holds_for_one_config_and_one_version(question, capsys):
     plan = question.folder / "verdict.json"
     written = json.loads(plan.read_text())
     plan.write_text(json.dumps(written | {"seeds": written["seeds"][:3]}))
-    assert main(["verdict", str(question.path), "--report"]) == 1
-    assert "not as it was written: its sha256 is wrong or missing; restore the file" in capsys.readouterr().err
+    error = invoke("verdict", question.path, "--report", expect=1)
+    assert "not as it was written: its sha256 is wrong or missing; restore the file" in error
     plan.unlink()
     assert "but verdict.json is missing; restore it" in question.run(expect=1)
     del written["sha256"]
     for change in ({"version": 2}, {"question": written["question"] | {"new_key": 1}}):
         write_hashed_json(plan, written | change)
-        assert main(["verdict", str(question.path), "--report"]) == 1
-        assert "not a plan of this version" in capsys.readouterr().err
+        assert "not a plan of this version" in invoke("verdict", question.path, "--report", expect=1)
 
 
-def test_another_question_needs_another_name(question, capsys):
+def test_another_question_needs_another_name(question, invoke):
     question.run()
     question.write(effect=0.02)
     question.keys["arms"][2]["model.memory.num_slots"] = 4
     question.write()
-    assert main(["verdict", str(question.path), "--report"]) == 2
-    error = capsys.readouterr().err
+    error = invoke("verdict", question.path, "--report", expect=2)
     assert "arms, effect changed since" in error
     question.keys["arms"][2].pop("model.memory.num_slots")
     question.write(effect=0.01, first_seed=200, max_pairs=30, stop_when_decided=False)
-    assert main(["verdict", str(question.path), "--report"]) == 2
-    assert "max_pairs, first_seed changed since" in capsys.readouterr().err
+    assert "max_pairs, first_seed changed since" in invoke("verdict", question.path, "--report", expect=2)
     assert error.rstrip().endswith("give it another name, and fresh seeds with first_seed: 108")
 
 
@@ -205,26 +197,23 @@ def test_another_question_needs_another_name(question, capsys):
         ({"grid": 1}, "grid: unknown key; a verdict has arms, baseline"),
     ],
 )  # fmt: skip
-def test_mistakes_in_the_file_are_one_line(question, keys, expected, capsys):
+def test_mistakes_in_the_file_are_one_line(question, keys, expected, invoke):
     question.write(**keys)
-    assert main(["verdict", str(question.path), "--dry-run"]) == 2
-    error = capsys.readouterr().err
+    error = invoke("verdict", question.path, "--dry-run", expect=2)
     assert expected in error
-    assert error.count("\n") == 1
 
 
-def test_every_question_of_a_file_is_checked_before_the_first_run(question, capsys):
+def test_every_question_of_a_file_is_checked_before_the_first_run(question, invoke):
     question.write(each={"model.intermediate_size": [32, -1]})
-    assert main(["verdict", str(question.path), "--launcher", "slurm"]) == 2
-    assert "model.intermediate_size: expected an integer from 1" in capsys.readouterr().err
+    error = invoke("verdict", question.path, "--launcher", "slurm", expect=2)
+    assert "model.intermediate_size: expected an integer from 1" in error
     assert not list(question.path.parent.rglob("tuning"))
 
 
-def test_output_that_cannot_be_written_is_refused_before_the_runs(question, capsys):
-    assert main(["verdict", str(question.path), "--figure", "x.txt"]) == 2
+def test_output_that_cannot_be_written_is_refused_before_the_runs(question, invoke):
+    invoke("verdict", question.path, "--figure", "x.txt", expect=2)
     question.write(each={"model.num_layers": [1, 2]})
-    assert main(["verdict", str(question.path), "--figure", "x.png"]) == 2
-    assert "has 2 questions, and a figure draws one" in capsys.readouterr().err
+    assert "has 2 questions, and a figure draws one" in invoke("verdict", question.path, "--figure", "x.png", expect=2)
     assert not list(question.path.parent.rglob("tuning"))
 
 
@@ -235,8 +224,6 @@ def test_loading_checks_the_arms(question):
         question.load().check()
 
 
-def test_a_verdict_file_is_not_a_sweep(question, capsys):
-    assert main(["sweep", "run", str(question.path)]) == 2
-    assert capsys.readouterr().err.endswith(
-        f"a question, not a sweep; run: python -m stackexp verdict {question.path}\n"
-    )
+def test_a_verdict_file_is_not_a_sweep(question, invoke):
+    error = invoke("sweep run", question.path, expect=2)
+    assert error.endswith(f"a question, not a sweep; run: python -m stackexp verdict {question.path}")

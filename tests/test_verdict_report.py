@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from verdict_question import Question
 
-from stackexp.cli import main
 from stackexp.files import read_hashed_json, write_hashed_json
 from stackexp.reports.verdict import compute_best_of, find_share_of_steps
 from stackexp.runs import RunFolder
@@ -23,7 +22,7 @@ def question(tmp_path) -> Question:
     return Question(tmp_path)
 
 
-def test_an_undecided_arm_has_the_pairs_and_hours_of_a_new_verdict(question, capsys):
+def test_an_undecided_arm_has_the_pairs_and_hours_of_a_new_verdict(question, invoke):
     """The differences are 0.05, 0.15, 0.05, 0.15. Runs take an hour, those of the arm two."""
     for i, seed in enumerate(range(100, 104)):
         question.behavior[f"same-seed={seed}-"]["loss"] = question.behavior[f"plain-seed={seed}-"]["loss"]
@@ -35,23 +34,20 @@ def test_an_undecided_arm_has_the_pairs_and_hours_of_a_new_verdict(question, cap
     question.run()
     needed = count_pairs(0.01, float(np.std([0, 0.1, 0, 0.1], ddof=1)), degrees=3)
     command = ["verdict", str(question.path), "--report"]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
+    printed = invoke(*command)
     assert f"undecided: {needed} new pairs ({needed * 3:.1f} hours)" in printed
     assert re.search(r"^same .* 4/4 .* 2\.00x$", printed, re.M)
     assert re.search(r"^same +1\.000 +2\.000$", printed, re.M), "of its steps, of its time"
     (last,) = question.folder.glob("pairs/same-seed=103-*/result.json")
     contents = last.read_text()
     last.unlink()
-    assert main(command) == 0
-    assert "undecided: 1 more pair (3.0 hours)" in capsys.readouterr().out
+    assert "undecided: 1 more pair (3.0 hours)" in invoke(*command)
     last.write_text(contents)
     for path in question.folder.glob("pairs/*/metrics.jsonl"):  # as in copies of runs
         result = RunFolder(path.parent).result
         write_hashed_json(result, read_hashed_json(result, "") | {"seconds": 30.0 if "same" in str(path) else 10.0})
         path.unlink()
-    assert main(command) == 0
-    printed = capsys.readouterr().out
+    printed = invoke(*command)
     assert f"undecided: {needed} new pairs ({needed * 40 / 3600:.1f} hours)" in printed
     assert re.search(r"^same .* 4/4 .* 3\.00x$", printed, re.M)
     assert "Times are those of whole runs" in printed
@@ -84,14 +80,13 @@ def test_the_gain_is_split_by_the_controls(question):
         assert mean == pytest.approx(shifts[arm] - shifts[base], abs=0.05), cause
 
 
-def test_a_plan_is_dated_and_known_before_the_pairs(question, capsys):
+def test_a_plan_is_dated_and_known_before_the_pairs(question, invoke):
     question.keep_arms("plain", "same")
     question.run()
     report, dry = (["verdict", str(question.path), option] for option in ("--report", "--dry-run"))
 
     def read(command: list[str]) -> str:
-        assert main(command) == 0
-        return " ".join(capsys.readouterr().out.split())
+        return " ".join(invoke(*command).split())
 
     plan = json.loads((question.folder / "verdict.json").read_text())
     runs = sorted(question.folder.glob("pairs/*/environment.json"))
@@ -118,15 +113,14 @@ def test_a_plan_is_dated_and_known_before_the_pairs(question, capsys):
     assert "pairs 16 runs: 8 seeds of 2 arms" in read(dry)
 
 
-def test_a_chosen_edge_and_a_short_search_are_named(question, capsys):
+def test_a_chosen_edge_and_a_short_search_are_named(question, invoke):
     """Three rates: `same` gains 1 with each, which is more than half the effect, `plain` gains nothing."""
     for i, seed in itertools.product(range(3), (50, 51)):
         question.behavior[f"same-{i}-seed={seed}-"]["loss"] = 4 - i
         question.behavior[f"plain-{i}-seed={seed}-"]["loss"] = 4
     question.keep_arms("plain", "same")
     question.run()
-    assert main(["verdict", str(question.path), "--report"]) == 0
-    printed = capsys.readouterr().out
+    printed = invoke("verdict", question.path, "--report")
     assert "same: chose the largest optimizer.lr that was tried, so the best may lie beyond" in printed
     assert "plain: chose the smallest optimizer.lr that was tried" in printed
     tuning = printed.partition("Tuning:")[2].partition("Notes")[0]
@@ -134,7 +128,7 @@ def test_a_chosen_edge_and_a_short_search_are_named(question, capsys):
     assert re.search(r"^plain .* 0\.0000 +yes$", tuning, re.M)
 
 
-def test_averaged_weights_are_compared_too(question, capsys):
+def test_averaged_weights_are_compared_too(question, invoke):
     """The average is 1 better for `same`, and 0 for the baseline."""
     for name, behavior in question.behavior.items():
         behavior["ema"] = behavior["loss"] - name.startswith("same")
@@ -143,8 +137,7 @@ def test_averaged_weights_are_compared_too(question, capsys):
         question.write(name=score, score=score, tuning=None, pairs=4, overrides=["trainer.ema_decay=0.9"])
         question.folder = question.folder.with_name(score)
         question.run()
-        assert main(["verdict", str(question.path), "--report"]) == 0
-        verdict, _, table = capsys.readouterr().out.partition(f"The differences in {other}")
+        verdict, _, table = invoke("verdict", question.path, "--report").partition(f"The differences in {other}")
         ours, theirs = (re.search(r"^same .*?([+-][\d.]+) ", text, re.M)[1] for text in (verdict, table))
         assert float(theirs) - float(ours) == pytest.approx(shift, abs=2e-4)
     question.write(name="other", score="average.loss")
@@ -179,27 +172,23 @@ def test_share_of_steps_to_the_loss_of_the_baseline(tmp_path):
     assert find_share_of_steps(dip, dip) > 0.9, "an early dip does not count"
 
 
-def test_a_verdict_that_was_moved_is_read_from_logging_root(question, capsys):
+def test_a_verdict_that_was_moved_is_read_from_logging_root(question, invoke):
     question.keep_arms("plain", "same")
     question.write(tuning=None, pairs=4)
     question.run()
     command = ["verdict", str(question.path), "--report", "--tables", "1"]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
+    printed = invoke(*command)
     copies = question.path.parent / "copies"
     question.folder.parent.rename(copies)
-    assert main([*command, "--logging.root", str(copies)]) == 0
-    assert capsys.readouterr().out == printed
-    assert main([*command, f"--logging.root={copies}", "--figure", str(copies / "verdict.png")]) == 0
-    assert capsys.readouterr().out == printed
+    assert invoke(*command, "--logging.root", copies) == printed
+    assert invoke(*command, f"--logging.root={copies}", "--figure", copies / "verdict.png") == printed
     assert (copies / "verdict.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_pairs_are_planned_from_runs_on_record(capsys):
+def test_pairs_are_planned_from_runs_on_record(invoke):
     runs = Path(__file__).parent.parent / "docs/results/ablation_small"
     command = ["plan", "--effect", "0.01", "--runs", str(runs), "--baseline", "transformer_wide"]
-    assert main(command) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split() for line in invoke(*command).splitlines()]
     (row,) = [row for row in rows if row[:1] == ["stacktrans"]]
     (pooled,) = [row for row in rows if row[:1] == ["pooled"]]
     assert 0.005 < float(row[1]) < 0.03 < float(row[4].rstrip(")")), "three pairs leave a wide interval"
@@ -207,14 +196,10 @@ def test_pairs_are_planned_from_runs_on_record(capsys):
     assert 0.005 < float(pooled[6]) < 0.03
     assert float(pooled[9].rstrip(")")) > 2 * float(pooled[6]), "17 arms share three runs of the baseline"
     assert 15 < int(pooled[-2]) < 60
-    assert main([*command, "--arms", "6"]) == 0
-    (of_six,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("pooled")]
+    (of_six,) = [line.split() for line in invoke(*command, "--arms", "6").splitlines() if line.startswith("pooled")]
     assert int(of_six[-2]) == count_pairs(0.01, float(of_six[6]), 0.05 / 6)
-    assert main(["plan", "--effect", "0.01"]) == 2
-    assert "--effect requires --runs" in capsys.readouterr().err
+    assert "--effect requires --runs" in invoke("plan --effect 0.01", expect=2)
     command[2] = "1e-9"
-    assert main(command) == 0
-    assert "over 10000" in capsys.readouterr().out
+    assert "over 10000" in invoke(*command)
     command[2] = "inf"
-    assert main(command) == 2
-    assert "--effect: expected a finite number above 0, found inf" in capsys.readouterr().err
+    assert "--effect: expected a finite number above 0, found inf" in invoke(*command, expect=2)

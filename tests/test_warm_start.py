@@ -235,7 +235,7 @@ def fit(trained: Path, folder: Path, *options: str) -> RunFolder:
     return only_run(folder / "runs", "warm")
 
 
-def test_a_run_starts_from_given_weights_and_resumes_without_them(trained, tmp_path, capsys):
+def test_a_run_starts_from_given_weights_and_resumes_without_them(trained, tmp_path, capsys, invoke):
     source = tmp_path / "source"
     shutil.copytree(trained, source)
     options = ("trainer.max_steps=4", "trainer.checkpoint_interval=2", "schedule.warmup_steps=0")
@@ -256,8 +256,7 @@ def test_a_run_starts_from_given_weights_and_resumes_without_them(trained, tmp_p
     assert record(run) == expected
     ours, theirs = (json.loads(text) for text in ((run.checkpoints / "00000004/manifest.json").read_text(), tensors))
     assert ours["files"]["__0_0.distcp"] == theirs["files"]["__0_0.distcp"]
-    assert main(["runs", "show", str(run.path)]) == 0
-    shown = capsys.readouterr().out
+    shown = invoke("runs show", run.path)
     assert f"origin       {session['origin']['path']}, step 12, SHA-256 {session['origin']['sha256']}\n" in shown
 
 

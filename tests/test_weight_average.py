@@ -42,12 +42,6 @@ def read_average(run: RunFolder, step: int = 16) -> dict[str, torch.Tensor]:
     return checkpoints.read_weights(run.checkpoints / f"{step:08d}" / "ema")
 
 
-def read_error(*command: str, capsys) -> str:
-    assert main([*command]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_average_follows_its_equation(dtype):
     torch.manual_seed(0)
@@ -86,18 +80,18 @@ def test_resumed_run_has_the_same_average_bit_for_bit(averaged, tiny, tmp_path):
     assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
 
 
-def test_every_reader_of_weights_takes_the_average(averaged, tiny, tmp_path, capsys):
+def test_every_reader_of_weights_takes_the_average(averaged, tiny, tmp_path, invoke):
     run, file = tmp_path / "run", tmp_path / "ema.safetensors"
     shutil.copytree(averaged.path, run)
-    assert main(["checkpoint", "consolidate", "--run", str(run), "--ckpt_path", "ema", "--to", str(file)]) == 0
+    invoke("checkpoint consolidate --run", run, "--ckpt_path", "ema", "--to", file)
     stored = load_file(file)
     assert all(torch.equal(stored[name], tensor) for name, tensor in read_average(averaged).items())
 
-    assert main(["validate", "--run", str(run)]) == 0
-    assert main(["validate", "--run", str(run), "--ckpt_path", "ema"]) == 0
-    assert main(["validate", "--run", str(run), "--ckpt_path", f"{run}/checkpoints/00000015/ema"]) == 0
+    invoke("validate --run", run)
+    invoke("validate --run", run, "--ckpt_path", "ema")
+    invoke("validate --run", run, "--ckpt_path", f"{run}/checkpoints/00000015/ema")
     out = tmp_path / "file.json"
-    assert main(["validate", "--config", str(tiny), "--ckpt_path", str(file), "--out", str(out)]) == 0
+    invoke("validate --config", tiny, "--ckpt_path", file, "--out", out)
     names = ("validate", "validate-ema", "validate-00000015-ema")
     raw, ema, earlier = (json.loads((run / f"{name}.json").read_text()) for name in names)
     assert ema["sets"] == json.loads(out.read_text())["sets"]
@@ -111,15 +105,15 @@ def test_every_reader_of_weights_takes_the_average(averaged, tiny, tmp_path, cap
     assert row["ema/average/loss"] == result["ema"]["average"]["loss"]
     assert row["val/average/loss"] == result["average"]["loss"]
 
-    assert main(["generate", "--run", str(run), "--ckpt_path", "ema", "--prompt", "def", "--max_new_tokens", "2"]) == 0
+    invoke("generate --run", run, "--ckpt_path", "ema", "--prompt", "def", "--max_new_tokens", "2")
     folder = tmp_path / "exported"
-    assert main(["checkpoint", "export", "--run", str(run), "--ckpt_path", "ema", "--to", str(folder)]) == 0
+    invoke("checkpoint export --run", run, "--ckpt_path", "ema", "--to", folder)
     card = (folder / "README.md").read_text()
     assert f"exponential moving average with decay {DECAY}" in card
     assert f"{ema['average']['loss']:.4f}" in card
     weights = f"warm_start.weights={run}/checkpoints/00000016/ema"
-    assert main(["fit", "--config", str(tiny), "name=next", "trainer.max_steps=3", weights]) == 0
-    assert f"weights from {run}/checkpoints/00000016/ema" in capsys.readouterr().out.replace("\n" + " " * 12, " ")
+    printed = invoke("fit --config", tiny, "name=next", "trainer.max_steps=3", weights)
+    assert f"weights from {run}/checkpoints/00000016/ema" in printed.replace("\n" + " " * 12, " ")
 
 
 def test_saved_sets_are_those_of_the_final_weights(tiny, tmp_path, monkeypatch):
@@ -136,29 +130,28 @@ def test_saved_sets_are_those_of_the_final_weights(tiny, tmp_path, monkeypatch):
     assert [(line["set"], line["figures"]) for line in saved] == list(result["sets"].items())
 
 
-def test_mistakes_are_one_line(averaged, trained, tiny, tmp_path, capsys):
+def test_mistakes_are_one_line(averaged, trained, tiny, tmp_path, invoke):
     with pytest.raises(RunError, match=r"weights\.safetensors: cannot be written"):
         write_weights(read_average(averaged), tmp_path / "missing" / "weights.safetensors", "")
-    error = read_error("validate", "--run", str(trained), "--ckpt_path", "ema", capsys=capsys)
+    error = invoke("validate --run", trained, "--ckpt_path", "ema", expect=1)
     assert error.endswith("00000012: has no averaged weights; train with trainer.ema_decay")
     path = f"{averaged.checkpoints}/00000016/ema"
-    error = read_error("fit", "--config", str(tiny), "--ckpt_path", path, capsys=capsys)
+    error = invoke("fit --config", tiny, "--ckpt_path", path, expect=1)
     assert error.endswith("no such checkpoint; give a folder in a run's checkpoints/, or last")
-    error = read_error("fit", "--config", str(tiny), "--ckpt_path", path[:-4], "trainer.max_steps=20", capsys=capsys)
+    error = invoke("fit --config", tiny, "--ckpt_path", path[:-4], "trainer.max_steps=20", expect=1)
     assert f"trainer.ema_decay is {DECAY} in the checkpoint, None in the config" in error
 
 
-def test_only_the_newest_checkpoints_are_averaged(trained, tmp_path, capsys):
+def test_only_the_newest_checkpoints_are_averaged(trained, tmp_path, invoke):
     """The best one is kept as well, but it may be much older."""
     run, target = tmp_path / "run", str(tmp_path / "mean.safetensors")
     shutil.copytree(trained, run)
     config = (run / "config.yaml").read_text()
     assert config.count("keep_checkpoints: 9\n") == 1
     (run / "config.yaml").write_text(config.replace("keep_checkpoints: 9\n", "keep_checkpoints: 2\n"))
-    error = read_error("checkpoint", "average", "--run", str(run), "--last", "3", "--to", target, capsys=capsys)
+    error = invoke("checkpoint average --run", run, "--last", "3", "--to", target, expect=1)
     assert error.endswith("--last 3, but it has 2; see trainer.keep_checkpoints")
-    assert main(["checkpoint", "average", "--run", str(run), "--last", "2", "--to", target]) == 0
-    assert capsys.readouterr().out.startswith("steps 8, 12 -> ")
+    assert invoke("checkpoint average --run", run, "--last", "2", "--to", target).startswith("steps 8, 12 -> ")
 
 
 def test_plan_includes_the_average():

@@ -132,9 +132,8 @@ def test_a_loss_that_is_not_finite_names_the_batch_and_the_rank(program, tiny, t
     assert f"last good checkpoint: {run.newest_checkpoint()}" in line
 
 
-def test_a_diverged_loss_stops_the_run(capsys, tiny, tmp_path):
-    assert main(["fit", "--config", str(tiny), "optimizer.lr=1e30", "trainer.checkpoint_interval=1"]) == 1
-    line = capsys.readouterr().err.splitlines()[-1]
+def test_a_diverged_loss_stops_the_run(invoke, tiny, tmp_path):
+    line = invoke("fit --config", tiny, "optimizer.lr=1e30", "trainer.checkpoint_interval=1", expect=1)
     run = only_run(tmp_path / "runs")
     assert f"step {int(run.newest_checkpoint().name) + 1}: " in line
     assert "samples [" in line

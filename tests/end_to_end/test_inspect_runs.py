@@ -92,7 +92,7 @@ def test_inspect_a_formal_language(tmp_path):
         assert f"error: inspect: {message}" in forks.run("inspect", "--run", run.path, *options, expect=2)
 
 
-def test_short_sets_are_inspected_without_padding(trained, tmp_path, capsys):
+def test_short_sets_are_inspected_without_padding(trained, tmp_path, capsys, invoke):
     """Chunks have 32 tokens; a set of at most one chunk is one sequence, like a text."""
     text = "def f(x): return x"
     for name, content in (("one", text), ("two", "import os; " * 8)):
@@ -117,19 +117,18 @@ def test_short_sets_are_inspected_without_padding(trained, tmp_path, capsys):
     (tmp_path / "group").mkdir()
     for name in "ab":
         (tmp_path / "group" / f"{name}.txt").write_text(text)
-    assert main(["inspect", "--run", str(trained), "--set", f"mine={tmp_path}/group"]) == 2
-    assert capsys.readouterr().err.endswith("/group: a group of 2 sets; give the path of one file\n")
+    error = invoke("inspect --run", trained, "--set", f"mine={tmp_path}/group", expect=2)
+    assert error.endswith("/group: a group of 2 sets; give the path of one file")
     np.save(tmp_path / "tiny.npy", np.array([1]))
-    assert main(["inspect", "--run", str(trained), "--set", f"mine={tmp_path}/tiny.npy"]) == 1
-    assert capsys.readouterr().err.endswith("do not fill one chunk of data.context_length 32; use a longer text\n")
+    error = invoke("inspect --run", trained, "--set", f"mine={tmp_path}/tiny.npy", expect=1)
+    assert error.endswith("do not fill one chunk of data.context_length 32; use a longer text")
 
 
-def test_the_errors_name_the_option_of_the_command(trained, capsys):
+def test_the_errors_name_the_option_of_the_command(trained, capsys, invoke):
     unknown = "--set: no set 'nope' in data.validation; available: v2, v3, left, right (or give NAME=PATH)"
-    assert main(["inspect", "--run", str(trained), "--set", "nope"]) == 2
-    assert capsys.readouterr().err == f"error: {unknown}\n"
-    assert main(["report", "actions", str(trained), "--set", "nope"]) == 1
-    assert capsys.readouterr().err == f"error: {trained}: skipped {trained}: {unknown}\n"
+    assert invoke("inspect --run", trained, "--set", "nope", expect=2) == f"error: {unknown}"
+    error = invoke("report actions", trained, "--set", "nope", expect=1)
+    assert error == f"error: {trained}: skipped {trained}: {unknown}"
     assert main(["report", "actions", str(trained)]) == 1
     found = "a study of layers requires 3 stacks, found 2; use more layers"
     assert capsys.readouterr().err == f"error: {trained}: skipped {trained}: {found}\n"

@@ -19,27 +19,15 @@ def run(tiny, tmp_path) -> RunFolder:
     return run
 
 
-def get_error(capsys, *argv: object, code: int = 1) -> str:
-    """Return the one line that a failing command prints, besides its progress and the first use of the kernels."""
-    capsys.readouterr()
-    assert main([str(argument) for argument in argv]) == code
-    lines = capsys.readouterr().err.strip().splitlines()
-    found = [text for text in lines if not text.startswith(("step ", "stack implementation: "))]
-    assert len(found) == 1, found
-    (line,) = found
-    assert line.startswith("error: ")
-    return line
-
-
-def test_unusable_checkpoint_or_busy_folder_is_refused(capsys, run, tiny, tmp_path):
-    fit = ("fit", "--config", tiny, "trainer.max_steps=14", "--ckpt_path")
+def test_unusable_checkpoint_or_busy_folder_is_refused(invoke, run, tiny, tmp_path):
+    fit = ("fit --config", tiny, "trainer.max_steps=14", "--ckpt_path")
     before = sorted(tmp_path.glob("runs/*/*"))
-    assert "no such checkpoint" in get_error(capsys, *fit, tmp_path / "nowhere")
+    assert "no such checkpoint" in invoke(*fit, tmp_path / "nowhere", expect=1)
 
     newest, damaged = run.newest_checkpoint(), tmp_path / "damaged"
     shutil.copytree(newest, damaged)
     (damaged / "state.pt").write_bytes(b"x" * 100)
-    assert f"{damaged}: damaged" in get_error(capsys, *fit, damaged)
+    assert f"{damaged}: damaged" in invoke(*fit, damaged, expect=1)
 
     for override, message in {
         "model.hidden_size=64": "different architecture: model.hidden_size is 32 in the checkpoint, 64 in the config",
@@ -47,22 +35,22 @@ def test_unusable_checkpoint_or_busy_folder_is_refused(capsys, run, tiny, tmp_pa
         "optimizer.lr=1": "different run: optimizer.lr is 0.003 in the checkpoint, 1.0 in the config",
         "trainer.max_steps=8": "already at step 12 of trainer.max_steps 8",
     }.items():
-        assert message in get_error(capsys, *fit, newest, override)
-    assert "different architecture" in get_error(capsys, "validate", "--run", run.path, "model.hidden_size=64")
+        assert message in invoke(*fit, newest, override, expect=1)
+    assert "different architecture" in invoke("validate --run", run.path, "model.hidden_size=64", expect=1)
     assert sorted(tmp_path.glob("runs/*/*")) == before, "no new run folder"
     with run.lock():
-        line = get_error(capsys, "fit", "--config", tiny, "trainer.max_steps=14", "--ckpt_path", "last", code=74)
+        line = invoke(*fit, "last", expect=74)
     assert "another process" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_unavailable_devices_are_reported(capsys, tiny, tmp_path):
-    error = get_error(capsys, "fit", "--config", tiny, "trainer.accelerator=cuda")
+def test_unavailable_devices_are_reported(invoke, tiny, tmp_path):
+    error = invoke("fit --config", tiny, "trainer.accelerator=cuda", expect=1)
     assert "trainer.accelerator=cuda: torch finds no GPU; use auto or cpu" in error
     assert not (tmp_path / "runs").exists()
 
 
-def test_unusable_corpus_creates_no_run_folder(capsys, corpus, tiny, tmp_path):
+def test_unusable_corpus_creates_no_run_folder(invoke, corpus, tiny, tmp_path):
     empty, damaged = tmp_path / "empty", tmp_path / "damaged"
     empty.mkdir()
     shutil.copytree(corpus["train"], damaged)
@@ -74,11 +62,11 @@ def test_unusable_corpus_creates_no_run_folder(capsys, corpus, tiny, tmp_path):
         ("data.context_length=64", "data.global_batch_tokens=512"): "data.context_length=32",
         (f"data.path={damaged}",): shard.name,
     }.items():
-        assert message in get_error(capsys, "fit", "--config", tiny, *overrides)
+        assert message in invoke("fit --config", tiny, *overrides, expect=1)
     assert not (tmp_path / "runs").exists()
 
 
-def test_token_ids_beyond_the_vocabulary_are_reported(capsys, corpus, tiny, tmp_path):
+def test_token_ids_beyond_the_vocabulary_are_reported(invoke, corpus, tiny, tmp_path):
     damaged = tmp_path / "damaged"
     shutil.copytree(corpus["train"], damaged)
     for shard in damaged.rglob("*.mds"):
@@ -88,7 +76,7 @@ def test_token_ids_beyond_the_vocabulary_are_reported(capsys, corpus, tiny, tmp_
     for entry in index["shards"]:  # otherwise the changed shards are refused
         entry["raw_data"]["hashes"]["sha256"] = compute_sha256(damaged / entry["raw_data"]["basename"])
     write_json(damaged / "index.json", index)
-    line = get_error(capsys, "fit", "--config", tiny, f"data.path={damaged}")
+    line = invoke("fit --config", tiny, f"data.path={damaged}", expect=1)
     assert "token id 65535" in line
     assert "data.vocab_size 300" in line
     (run,) = tmp_path.glob("runs/tiny/*")

@@ -153,7 +153,7 @@ def test_a_given_folder_resumes_until_the_run_is_finished(forks, tiny, tmp_path)
 
 
 @pytest.mark.process
-def test_best_and_newest_checkpoints_are_kept(capsys, tiny, tmp_path):
+def test_best_and_newest_checkpoints_are_kept(capsys, invoke, tiny, tmp_path):
     """The learning rate rises without end, so the validation loss rises again."""
     often = ("trainer.max_steps=24", "trainer.val_check_interval=2", "trainer.checkpoint_interval=2")
     rising = ("schedule.kind=linear", "schedule.warmup_steps=23", "optimizer.lr=2.0")
@@ -165,7 +165,6 @@ def test_best_and_newest_checkpoints_are_kept(capsys, tiny, tmp_path):
     assert [int(path.name) for path in run.list_checkpoints()] == [best, 22, 24]
 
     capsys.readouterr()
-    assert main(["validate", "--run", str(run.path), "--ckpt_path", "best"]) == 0
-    printed = capsys.readouterr().out
+    printed = invoke("validate --run", run.path, "--ckpt_path", "best")
     assert f"{best:08d}" in printed
     assert f"{validated[best]:.4f}" in printed

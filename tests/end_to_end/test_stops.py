@@ -180,7 +180,7 @@ def test_time_limit_stops_and_minute_interval_saves(tiny, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
-def test_a_training_that_a_callback_stops_keeps_its_last_step(hook, tiny, tmp_path, monkeypatch, capsys):
+def test_a_training_that_a_callback_stops_keeps_its_last_step(hook, tiny, tmp_path, monkeypatch, invoke):
     monkeypatch.chdir(tmp_path)
     lines = [
         "import lightning.pytorch as pl",
@@ -190,22 +190,21 @@ def test_a_training_that_a_callback_stops_keeps_its_last_step(hook, tiny, tmp_pa
     Path("early.py").write_text("\n".join([*lines, "        trainer.should_stop |= trainer.global_step == 5"]))
     options = ["trainer.val_check_interval=5", "logging.progress_bar=false", "logging.loggers=[tensorboard]"]
     options += ["trainer.callbacks=['early.py:Stop']"]
-    assert main(["fit", "--config", str(tiny), *options]) == 0
+    invoke("fit --config", tiny, *options)
     run = only_run(tmp_path / "runs")
     result = run.read_result()
     assert (result.steps, len(losses(run))) == (5, 5)
     assert result.tokens == record(run)[-1]["tokens"] == list(read_json_lines(run.path / "data.jsonl"))[-1]["tokens"]
     (final,) = EventAccumulator(str(run.path)).Reload().Scalars("train/final_loss")
     assert final.step == 5
-    assert main(["runs", "list"]) == 0
-    assert "5/12" in capsys.readouterr().out
+    assert "5/12" in invoke("runs list")
 
-    assert main(["validate", "--run", str(run.path)]) == 0
+    invoke("validate --run", run.path)
     scores = json.loads((run.path / "validate.json").read_text())
     assert scores["checkpoint"].endswith("00000005")
     assert scores["average"]["loss"] == pytest.approx(result.figures["average"]["loss"], abs=1e-7)
     branch = ["--ckpt_path", str(run.newest_checkpoint()), "name=branch", "trainer.callbacks=[]"]
-    assert main(["fit", "--config", str(tiny), *options, *branch]) == 0
+    invoke("fit --config", tiny, *options, *branch)
     assert only_run(tmp_path / "runs", "branch").read_result().steps == 12
 
 
