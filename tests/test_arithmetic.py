@@ -141,8 +141,7 @@ def test_a_run_resumes_exactly_and_its_accuracy_is_that_of_generation(tmp_path, 
     assert error == ("error: nowhere: no such folder; give run folders or folders of them")
 
 
-def test_the_report_of_actions_needs_a_stack(tmp_path, monkeypatch, invoke):
-    monkeypatch.chdir(tmp_path)
+def test_the_report_of_actions_needs_a_stack(empty_folder, invoke):
     for name in ("a", "b"):
         finish(write_run(Path("plain", name), "model.memory=value_skip"), loss=3.0)
     assert "without a stack: plain/b; give finished runs with" in invoke("report actions plain", expect=1)

@@ -203,8 +203,7 @@ def test_fit_passes_the_config_to_the_loop(calls):
     assert calls.pop() == ((config, None, "here"), {"overridden": {"seed"}})
 
 
-def test_validate_and_test_pass_config_sets_and_overrides(calls, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_validate_and_test_pass_config_sets_and_overrides(calls, empty_folder, tmp_path):
     run, config = str(tmp_path), compose(["quickstart"], ["seed=1"])
     for name in ("b.npy", "data/olmo/v2", "data/olmo/v3"):
         (tmp_path / name).mkdir(parents=True)

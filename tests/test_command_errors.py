@@ -86,8 +86,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("command", "message"), MISTAKES.items())
-def test_a_mistake_is_one_line(command, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_mistake_is_one_line(command, message, empty_folder, tmp_path, capsys):
     assert cli.main(shlex.split(command)) == 2
     output = capsys.readouterr()
     assert output.out == ""
@@ -110,8 +109,7 @@ def test_a_mistake_is_one_line(command, message, tmp_path, monkeypatch, capsys):
         "fit --config my-sweep.yaml": "my-sweep.yaml:1: config: unknown key; a sweep has it: use `sweep run FILE`",
     }.items(),
 )
-def test_a_wrong_name_suggests_a_file_that_exists(command, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_name_suggests_a_file_that_exists(command, message, empty_folder, capsys):
     Path("runs/a/1").mkdir(parents=True)
     for path in "my.yaml", "runs/a/1/config.yaml":
         Path(path).write_text("seed: 1\n")

@@ -133,8 +133,7 @@ def test_the_files_of_olmos_sets_are_named():
     assert all(f"`data/olmo/{get_record_path(file)}`" in text for file in files)
 
 
-def test_the_example_sweeps_load(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_example_sweeps_load(empty_folder):
     text = (ROOT / "docs/sweeps.md").read_text(encoding="utf-8")
     found = {name: block for block, name in re.findall(r"```yaml\n(# (\S+\.yaml): .*?)```", text, flags=re.DOTALL)}
     assert list(found) == ["stack-grid.yaml", "grid.yaml", "search.yaml"]

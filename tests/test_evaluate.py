@@ -194,8 +194,7 @@ def test_json_is_all_that_is_printed(fitted, capsys):
         assert main(["validate", *options, "--json"]) == 2
 
 
-def test_sets_can_be_given_on_the_command_line(fitted, corpus, tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
+def test_sets_can_be_given_on_the_command_line(fitted, corpus, empty_folder, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "cache"))
     Path("words.txt").write_text("def one():\n    return 1\n" * 30)
     Path("mine").mkdir()
@@ -404,8 +403,7 @@ def test_different_options_use_separate_output_files(fitted, tmp_path, monkeypat
         ("--ckpt_path nowhere", 1, "nowhere: no such checkpoint; give a folder in a run's checkpoints/"),
     ],
 )
-def test_errors_are_one_line(fitted, tmp_path, monkeypatch, capsys, options, code, message):
-    monkeypatch.chdir(tmp_path)
+def test_errors_are_one_line(fitted, empty_folder, capsys, options, code, message):
     np.array([1, 50_279] * 99, "<u2").tofile("large.npy")
     Path("odd.npy").write_bytes(b"abc")
     assert main(["validate", "--run", str(fitted.path), *options.split()]) == code

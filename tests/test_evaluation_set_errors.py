@@ -69,8 +69,7 @@ def test_two_files_with_one_name_are_refused(tmp_path):
         find_sets("g", tmp_path)
 
 
-def test_a_missing_set_is_reported_with_the_command_that_creates_it(tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
+def test_a_missing_set_is_reported_with_the_command_that_creates_it(empty_folder, tmp_path, caplog):
     for name, path, message in (
         ("v2", "data/olmo/v2", r"data/olmo/v2: no such folder; .*: python -m stackexp data fetch v2$"),
         ("v3", "mine/v3", r"fetch v3; for another vocabulary .* data retokenize data/olmo/v3 --to mine/v3"),

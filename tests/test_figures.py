@@ -30,8 +30,7 @@ def test_names_with_dollar_signs_are_drawn(tmp_path):
     assert not axes.get_legend().get_texts()[0].get_parse_math()
 
 
-def test_the_legend_has_the_colors_of_the_bars(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_legend_has_the_colors_of_the_bars(empty_folder):
     for model in MODELS:
         finish(write_run(Path("runs", model), model, "even_pairs"), beyond=0.5)
     figure = draw_bars(collect_cells([Path("runs")], ALL_LENGTHS))
@@ -43,8 +42,7 @@ def test_the_legend_has_the_colors_of_the_bars(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("models", [["StackTrans"], list(MODELS)])
-def test_no_text_of_the_figures_is_cut(models, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_no_text_of_the_figures_is_cut(models, empty_folder):
     for model in models:
         finish(write_run(Path("runs", model), model, "even_pairs"), beyond=0.5)
     few = collect_cells([Path("runs")], ALL_LENGTHS)

@@ -170,8 +170,7 @@ def test_missing_text_or_memory_is_an_error(folder):
 
 
 @pytest.mark.process
-def test_the_notebook_in_docs_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_notebook_in_docs_runs(empty_folder):
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     assert len(cells) >= 6
     names = {"main": main}

@@ -246,8 +246,7 @@ def test_callbacks_and_loggers_of_the_user(tiny, own, tmp_path, monkeypatch, cap
     assert str(own) in run.config.read_text(), "found again by `fit --run` in any folder"
 
 
-def test_the_logger_and_the_callback_of_the_docs(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_logger_and_the_callback_of_the_docs(tiny, empty_folder, capsys):
     text = (Path(__file__).parents[1] / "docs" / "runs.md").read_text()
     for name in ("my_loggers.py", "my_callbacks.py"):
         [code] = re.findall(rf"```python\n(# {name}\n.*?)```", text, re.DOTALL)
@@ -272,8 +271,7 @@ def test_files_of_callbacks_follow_the_trust_rules_of_plugins(own, tmp_path, mon
 
 
 @pytest.mark.parametrize("entry", ["own:Missing", "nowhere:X", "{class: 'json:JSONDecoder', options: {strict: 1}}"])
-def test_a_logger_that_cannot_be_built_is_one_line(own, tmp_path, monkeypatch, entry):
-    monkeypatch.chdir(tmp_path)
+def test_a_logger_that_cannot_be_built_is_one_line(own, empty_folder, tmp_path, entry):
     with pytest.raises(ConfigError, match=r"^logging.loggers: ") as caught:
         build_loggers(compose(["quickstart"], [f"logging.loggers=[{entry}]"]), RunFolder(tmp_path / "run"))
     assert "\n" not in str(caught.value)

@@ -255,8 +255,7 @@ def test_damaged_file_is_a_one_line_error(tmp_path, damage):
 
 
 @pytest.mark.parametrize("text", ["int_score=3", "int_score", ">=3", "int_score>=", "int_score=>3", " "])
-def test_wrong_filter_syntax_is_a_one_line_error(tmp_path, monkeypatch, invoke, text):
-    monkeypatch.chdir(tmp_path)
+def test_wrong_filter_syntax_is_a_one_line_error(empty_folder, invoke, text):
     line = invoke("data prepare a --to b --vocab-size 300 --filter", text, expect=2)
     assert f"--filter: expected COLUMN OPERATOR VALUE, quoted, such as 'int_score>=3', found {text!r}" in line
 

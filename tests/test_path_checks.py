@@ -18,9 +18,8 @@ assert "torch" not in sys.modules, "imported torch"
 
 
 @pytest.fixture
-def read_error(tmp_path, monkeypatch, invoke):
+def read_error(empty_folder, tmp_path, invoke):
     """Return a function that writes a config with these data options, runs a verb, and returns the error line."""
-    monkeypatch.chdir(tmp_path)
 
     def run(data: dict, *arguments: str, code: int = 1) -> str:
         config = SHARDS | {"data": SHARDS["data"] | data}

@@ -22,9 +22,8 @@ from stackexp.tasks import TASKS
 
 
 @pytest.fixture
-def runs(tmp_path, monkeypatch) -> Path:
+def runs(empty_folder, monkeypatch) -> Path:
     """The path runs/formal_table in an empty working directory; shipped recipes are not composed."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(formal, "_compose_recipe", lambda name: None)
     return Path("runs/formal_table")
 

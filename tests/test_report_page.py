@@ -46,8 +46,7 @@ def test_the_page_has_every_report_and_loads_nothing(page):
     assert "other.json" not in page
 
 
-def test_each_sweep_has_its_own_section(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_each_sweep_has_its_own_section(empty_folder, monkeypatch):
     for name in ("one/pairs", "two/pairs", "two-pairs"):
         sweep = build_sweep(name=name, grid={"model.memory.num_heads": [1, 2]})
         for trial in sweep.trials:

@@ -17,9 +17,8 @@ from stackexp.reports.ablation import build_ablation
 
 
 @pytest.fixture
-def runs(tmp_path, monkeypatch) -> Path:
+def runs(empty_folder) -> Path:
     """Return the folder `runs` in the working directory, with two finished runs and an unfinished one."""
-    monkeypatch.chdir(tmp_path)
     for seed, (arm, memory) in enumerate((("transformer", "null"), ("stacktrans", "stacktrans"), ("queue", "queue"))):
         run = write_run(Path("runs", f"{arm}-seed=0-0123abc{seed}"), f"model.memory={memory}", losses=[9.0, 3.0])
         if arm != "queue":
@@ -137,8 +136,7 @@ COMMAND = "<!-- python -m stackexp report ablation nowhere -->\n"
     ("text", "message"),
     [(COMMAND, "expected tables between"), (f"{COMMAND}<!-- end of report -->", "nowhere: no such folder")],
 )
-def test_a_document_that_cannot_be_updated_is_left_alone(text, message, tmp_path, monkeypatch, invoke):
-    monkeypatch.chdir(tmp_path)
+def test_a_document_that_cannot_be_updated_is_left_alone(text, message, empty_folder, invoke):
     Path("a.md").write_text(text)
     error = invoke("report all --update a.md", expect=1)
     assert message in error

@@ -293,8 +293,7 @@ def test_few_runs_have_no_interval_and_no_prediction():
 
 
 @pytest.mark.process
-def test_report_measures_trained_runs(tmp_path, monkeypatch, capsys, invoke):
-    monkeypatch.chdir(tmp_path)
+def test_report_measures_trained_runs(empty_folder, capsys, invoke):
     shared = "data.eval_length_stride=459 data.eval_sequences=1 data.validation_sequences=1 data.batch_size=2 "
     shared += (
         "trainer.max_steps=2 schedule.warmup_steps=0 trainer.accelerator=cpu logging.loggers=[] model.num_layers=1"

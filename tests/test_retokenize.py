@@ -300,8 +300,7 @@ def test_the_verb_prints_a_table(tmp_path, invoke):
         ("a.npy --to b.txt", 1, "b.txt: cannot be written"),
     ],
 )
-def test_errors_are_one_line(arguments, code, message, tmp_path, monkeypatch, invoke):
-    monkeypatch.chdir(tmp_path)
+def test_errors_are_one_line(arguments, code, message, empty_folder, invoke):
     OLD.save("old.json"), NEW.save("new.json")
     write(Path("a.npy"), encode(NEW, ["text"]), NEW)
     Path("b.txt").write_text("")

@@ -149,9 +149,8 @@ def test_loaders_draw_no_global_random_numbers(remote_set, workers):
 
 
 @pytest.mark.parametrize("memory", ["model.memory.action_noise=0.3", "plugins=[noise.py]"])
-def test_resume_with_random_numbers_is_exact(tiny, tmp_path, monkeypatch, memory):
+def test_resume_with_random_numbers_is_exact(tiny, empty_folder, tmp_path, memory):
     """A branch from step 4 repeats the later steps of its run bit for bit, across a validation."""
-    monkeypatch.chdir(tmp_path)
     Path("noise.py").write_text(NOISE)
     command = ["fit", "--config", str(tiny), memory, "trainer.max_steps=8", "logging.progress_bar=false"]
     command += ["model.memory.kind=noise"] if "plugins" in memory else []

@@ -291,8 +291,7 @@ def test_the_planned_pairs_find_the_effect_in_four_of_five_questions(arms, seeds
     assert 0.8 < np.mean(powers) < 0.95, "0.55 to 0.66 if the estimate counts as the truth"
 
 
-def test_a_memory_is_compared_with_its_controls(tmp_path, monkeypatch, capsys, invoke):
-    monkeypatch.chdir(tmp_path)
+def test_a_memory_is_compared_with_its_controls(empty_folder, capsys, invoke):
     command = ["verdict", "--memory", "queue", "--config", "ablation/small", "--dry-run"]
     assert main(command) == 0
     path = Path("runs/verdict-small-queue/question.yaml")
@@ -355,9 +354,8 @@ def test_the_adapter_of_a_stack_differs_in_its_mechanism_only(monkeypatch, invok
 
 
 @pytest.mark.usefixtures("restored_registry")
-def test_a_memory_of_a_plugin_is_compared_with_its_controls(tmp_path, monkeypatch):
+def test_a_memory_of_a_plugin_is_compared_with_its_controls(empty_folder):
     """The files are those that the README shows."""
-    monkeypatch.chdir(tmp_path)
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     for name in ("moving_average.py", "moving-average.yaml"):
         [code] = re.findall(rf"```\w+\n(# {name}.*?)```", readme, re.DOTALL)

@@ -74,9 +74,8 @@ def test_interventions_are_measured_once(trained, tmp_path):
     )
 
 
-def test_interventions_on_formal_languages_use_all_validation_strings(tmp_path, monkeypatch):
+def test_interventions_on_formal_languages_use_all_validation_strings(empty_folder):
     """Dropped reads have the losses of a model whose stack output has the weight 0, on each length of 41 to 60."""
-    monkeypatch.chdir(tmp_path)
     options = "data.task=parity_check name=tiny model.num_layers=1 trainer.max_steps=2 schedule.warmup_steps=0 "
     options += "data.eval_length_stride=459 data.eval_sequences=1 data.validation_sequences=4 trainer.accelerator=cpu"
     assert main(["fit", "--config", "formal/stacktrans", *options.split(), "logging.loggers=[]"]) == 0

@@ -102,8 +102,7 @@ def test_a_process_takes_the_plan_that_another_has_just_written(question, monkey
 
 
 @pytest.mark.parametrize("place", ["overrides", "arm"])
-def test_a_changed_plugin_is_refused(question, tmp_path, monkeypatch, invoke, place):
-    monkeypatch.chdir(tmp_path)
+def test_a_changed_plugin_is_refused(question, empty_folder, tmp_path, invoke, place):
     plugin = tmp_path / "mine.py"
     plugin.write_text("RATE = 1\n")
     question.keep_arms("plain", "same")

@@ -181,8 +181,7 @@ def test_skipping_the_memory_skips_both_memories_of_a_block(config, tmp_path):
         (["warm_start.weights=."], ".: not a stackexp checkpoint (no state.pt)"),
     ],
 )
-def test_weights_that_do_not_fit_are_reported_in_one_line(config, tmp_path, monkeypatch, overrides, message):
-    monkeypatch.chdir(tmp_path)
+def test_weights_that_do_not_fit_are_reported_in_one_line(config, empty_folder, overrides, message):
     assert message in get_error(config(*overrides))
 
 
