@@ -195,6 +195,14 @@ def invoke(capsys):
 
 
 @pytest.fixture
+def question(tmp_path):
+    """A verdict on four arms with fake trials."""
+    from verdict_question import Question
+
+    return Question(tmp_path)
+
+
+@pytest.fixture
 def fetch(server, tmp_path):
     """`fetch(*arguments)` fetches from the server and returns the exit code."""
     from stackexp.cli import main

@@ -1,13 +1,12 @@
 """Write run folders of language models as `fit` leaves them, without training."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from stackexp.config.compose import compose, to_dict
-from stackexp.files import write_hashed_json
+from stackexp.files import write_hashed_json, write_json_lines
 
 TOKENS_PER_STEP = 1024
 _configs: dict[tuple[str, ...], dict[str, Any]] = {}  # composing is slow: once for all seeds
@@ -26,9 +25,9 @@ def write_run(
         {"step": step, "tokens": step * TOKENS_PER_STEP, "train/loss": loss}
         for step, loss in enumerate(losses or [], 1)
     ]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_json_lines(folder / "metrics.jsonl", lines)
     record = {"step": 10, "tokens": 10 * TOKENS_PER_STEP, "hash": f"{data}{seed:02d}"}
-    (folder / "data.jsonl").write_text(f"{json.dumps(record)}\n")
+    write_json_lines(folder / "data.jsonl", [record])
     return folder
 
 

@@ -17,6 +17,7 @@ from stackexp.data import readers
 from stackexp.data.readers import BadLine, Columns, FilteredOut, Piece, parse_filter
 from stackexp.data.sources import UnreadableSourceError, find_sources
 from stackexp.errors import RunError
+from stackexp.files import write_json_lines
 
 WORDS = (STDLIB / "argparse.py").read_text().splitlines()
 
@@ -70,7 +71,7 @@ CONDITIONS = {
 def test_filters_select_the_same_documents_of_parquet_and_json_lines(tmp_path, condition):
     rows = make_rows(1200)
     write_rows(tmp_path / "a.parquet", rows, row_group_size=500)
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(tmp_path / "b.jsonl", rows)
     expected = select(rows, CONDITIONS[condition])
     for name in ("a.parquet", "b.jsonl"):
         items = read(tmp_path / name, condition)
@@ -81,7 +82,7 @@ def test_filters_select_the_same_documents_of_parquet_and_json_lines(tmp_path, c
 def test_fields_of_nested_columns_as_in_smollm_corpus(tmp_path):
     rows = [{"text": row.pop("text"), "metadata": row} for row in make_rows(9)] + [{"text": "x", "metadata": None}]
     write_rows(tmp_path / "a.parquet", rows)
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    write_json_lines(tmp_path / "b.jsonl", rows[:-1])
     expected = [row["text"] for row in rows[:-1] if row["metadata"]["int_score"] == 4]
     assert len(expected) == 3
     for name in ("a.parquet", "b.jsonl"):

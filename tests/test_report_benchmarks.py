@@ -1,7 +1,6 @@
 """`report benchmarks`: the table of tasks, missing cells, and the curves over the tokens."""
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from language_runs import write_run
 
 from stackexp.errors import RunError
 from stackexp.evaluation.benchmarks.results import BenchmarkEvaluation, TaskScores, add_evaluation
+from stackexp.files import read_json_lines, write_json_lines
 from stackexp.reports import benchmarks
 from stackexp.reports.benchmarks import build_benchmarks, draw_benchmarks
 from stackexp.tables import ABSENT
@@ -71,12 +71,12 @@ def test_evaluations_that_name_the_checkpoint_differently_are_merged(runs):
 
 def test_the_figure_has_a_line_of_training_and_points_of_evaluations(runs):
     path = runs / "one" / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = list(read_json_lines(path))
     for line, accuracy in zip(lines, (0.2, 0.4), strict=True):
         line |= {"downstream/a/accuracy": accuracy, "downstream/b/accuracy": 0.6}
         line |= {"downstream/a/bits_per_byte": 3.0, "downstream/b/bits_per_byte": 5.0}
     lines.append({"step": 11, "downstream/a/accuracy": 0.9})  # without tokens
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json_lines(path, lines)
     write_scores(runs / "one" / "benchmarks.json", {"a": 0.8, "b": 0.6}, step=5)
     report = build_benchmarks([runs / "one"])
     left, right = report.draw().axes

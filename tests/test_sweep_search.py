@@ -13,7 +13,7 @@ from processes import wait_until
 
 from stackexp.config.compose import to_yaml
 from stackexp.errors import ConfigError
-from stackexp.files import write_hashed_json
+from stackexp.files import write_hashed_json, write_json_lines
 from stackexp.sweeps.search import Study, _read_values
 from stackexp.sweeps.status import format_sweep_status
 from stackexp.sweeps.sweep import Sweep, load_sweep
@@ -152,7 +152,7 @@ def test_a_trial_is_pruned_even_if_later_values_arrive_at_once():
     good, bad = run_all(sweep)
     for trial, loss in ((good, 1.0), (bad, 9.0)):
         lines = ({"step": step, "val/loss/average": loss} for step in (50, 100, 150))
-        trial.folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_json_lines(trial.folder.metrics, lines)
     assert Study(sweep).find_pruned([good, bad]) == [bad]
     assert json.loads(bad.pruned.read_text())["step"] == 100
     bad.pruned.unlink()  # the worker was killed before it wrote the file
@@ -167,7 +167,7 @@ def test_a_search_prunes_high_losses_and_low_accuracies(metric, best):
     trials = run_all(sweep)
     for trial, value in zip(trials, (1.0, 9.0), strict=True):
         lines = ({"step": 4, metric: None}, {"step": 5, metric: value})  # null: not finite
-        trial.folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_json_lines(trial.folder.metrics, lines)
     (pruned,) = Study(sweep).find_pruned(trials)
     assert json.loads(pruned.pruned.read_text())[metric] != best
 
@@ -190,7 +190,7 @@ def test_a_finished_trial_whose_process_still_runs_is_not_pruned():
     sweep = build(trials=2, space={S: SPACE[S]}, prune={"metric": "val/loss/average", "min_steps": 1})
     trials = run_all(sweep, lambda values: 1.0)
     for loss, trial in enumerate(trials):
-        trial.folder.metrics.write_text(json.dumps({"step": 5, "val/loss/average": loss}) + "\n")
+        write_json_lines(trial.folder.metrics, [{"step": 5, "val/loss/average": loss}])
     assert Study(sweep).find_pruned(trials) == []
 
 

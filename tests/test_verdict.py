@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from processes import wait_until
-from verdict_question import SEEDS, Question
+from verdict_question import SEEDS
 
 from stackexp.cli import main
 from stackexp.config.compose import build_dataclass, compose
@@ -27,11 +27,6 @@ from stackexp.sweeps.verdict import PairPlan, load_verdicts
 
 VERDICTS = Path(__file__).parents[1] / "verdicts"
 DIVERGED = "step 3: loss nan with gradient norm nan on sequences [1] of rank 0; nothing was updated"
-
-
-@pytest.fixture
-def question(tmp_path) -> Question:
-    return Question(tmp_path)
 
 
 def test_arms_are_tuned_then_paired_until_all_are_decided(question, invoke):

@@ -3,17 +3,11 @@
 import json
 
 import pytest
-from verdict_question import Question
 
 from stackexp.cli import main
 from stackexp.errors import ConfigError
 from stackexp.files import read_json, write_hashed_json
 from stackexp.runs import hash_plugins
-
-
-@pytest.fixture
-def question(tmp_path) -> Question:
-    return Question(tmp_path)
 
 
 def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, invoke):

@@ -9,17 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from verdict_question import Question
 
-from stackexp.files import read_hashed_json, write_hashed_json
+from stackexp.files import read_hashed_json, write_hashed_json, write_json_lines
 from stackexp.reports.verdict import compute_best_of, find_share_of_steps
 from stackexp.runs import RunFolder
 from stackexp.sequential import compute_deviation_interval, count_pairs
-
-
-@pytest.fixture
-def question(tmp_path) -> Question:
-    return Question(tmp_path)
 
 
 def test_an_undecided_arm_has_the_pairs_and_hours_of_a_new_verdict(question, invoke):
@@ -160,7 +154,7 @@ def test_share_of_steps_to_the_loss_of_the_baseline(tmp_path):
         folder = RunFolder(tmp_path / name)
         folder.path.mkdir()
         lines = [{"step": i + 1, "tokens": i + 1, "train/loss": loss} for i, loss in enumerate(losses)]
-        folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_json_lines(folder.metrics, lines)
         return folder
 
     base = write("base", [5 - i / 100 for i in range(200)])
