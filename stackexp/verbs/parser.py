@@ -103,14 +103,13 @@ class Parser(argparse.ArgumentParser):
         action.completer = list_configs  # type: ignore[attr-defined]
         self.accepts_overrides = True
 
-    def add_sweep(self) -> argparse.Action:
-        """Add `SWEEP`, a sweep's name, file or folder, accept overrides, and return the argument."""
+    def add_sweep(self) -> None:
+        """Add `SWEEP`, a sweep's name, file or folder, and accept overrides."""
         action = self.add_argument(
             "sweep", metavar="SWEEP", help="a shipped name, a YAML file, or a sweep's folder in runs/"
         )
         action.completer = list_sweeps  # type: ignore[attr-defined]
         self.accepts_overrides = True
-        return action
 
     def format_help(self) -> str:
         """Return the help text: options, notes, then examples."""

@@ -3,7 +3,8 @@
 import argparse
 import contextlib
 import dataclasses
-import importlib
+import inspect
+import pkgutil
 import re
 import sys
 from argparse import Namespace
@@ -34,6 +35,7 @@ def parse_size(text: str) -> int:
     raise argparse.ArgumentTypeError(f"expected a number such as 700e6, found {text}")
 
 
+RUNS = ("paths", setting("RUNS", "run folders, or folders of them, such as a sweep's", nargs="+", type=Path))
 LOSS = (
     "--loss",
     setting(
@@ -49,22 +51,15 @@ class ReportVerb(Verb):
     """A report of runs, with options for its output.
 
     `builder` is the function that builds it, as "module:function" in stackexp. Its parameters are the destinations of
-    the arguments: `source`, which is positional, and `options`. If `source` is None, the verb takes a sweep and
-    overrides.
+    `arguments`.
     """
 
     builder = ""
-    source: Argument | None = (
-        "paths",
-        setting("RUNS", "run folders, or folders of them, such as a sweep's", nargs="+", type=Path),
-    )
-    options: tuple[Argument, ...] = ()
+    arguments: tuple[Argument, ...] = (RUNS,)
 
     def add_arguments(self, parser: Parser) -> None:
-        source = parser.add_argument(self.source[0], **self.source[1]) if self.source else parser.add_sweep()
-        options = [parser.add_argument(name, **settings) for name, settings in self.options]
-        names = [*(action.dest for action in (source, *options)), *["overrides"] * parser.accepts_overrides]
-        parser.set_defaults(parameters=names)
+        for name, settings in self.arguments:
+            parser.add_argument(name, **settings)
         style = parser.add_mutually_exclusive_group()
         style.add_argument("--markdown", **flag("print Markdown tables"))
         style.add_argument("--latex", **flag("print LaTeX tables with booktabs rules"))
@@ -79,9 +74,8 @@ class ReportVerb(Verb):
         args.parser.check_output("--csv", args.csv, [".csv"])
         from stackexp.reports.report import format_report, save_figure, write_csv
 
-        module, _, function = self.builder.partition(":")
-        build = getattr(importlib.import_module(f"stackexp.{module}"), function)
-        report = build(**{name: getattr(args, name) for name in args.parameters})
+        build = pkgutil.resolve_name(f"stackexp.{self.builder}")
+        report = build(**{name: getattr(args, name) for name in inspect.signature(build).parameters})
         if args.tables is not None:
             number, count = args.tables, len(report.tables)
             if number > count:
@@ -107,7 +101,7 @@ class Compare(ReportVerb):
 
     builder = "reports.compare:build_comparison"
     examples = ("report compare runs/quickstart/* --figure loss.png",)
-    options = (("--different-data", flag("compare runs even if their data differ")),)
+    arguments = (RUNS, ("--different-data", flag("compare runs even if their data differ")))
 
 
 class Formal(ReportVerb):
@@ -119,7 +113,8 @@ class Formal(ReportVerb):
         "report formal runs/formal_table runs/formal --score 41_100 --latex --csv runs.csv",
         "report formal runs/formal_table --figure bars.png --curves curves.pdf",
     )
-    options = (
+    arguments = (
+        RUNS,
         ("--score", setting("A_B", "lengths (default: 41_500)", dest="lengths", type=parse_lengths, default="41_500")),
         ("--curves", setting("FILE", "plot the accuracy against length for each task", type=Path)),
         ("--arms", flag("a column for each arm of a verdict file, without the paper's")),
@@ -146,7 +141,8 @@ class Ablation(ReportVerb):
         "report ablation runs/ablation",
         "report ablation runs/depth_memories --baseline transformer_wide --figure ablation.pdf",
     )
-    options = (
+    arguments = (
+        RUNS,
         ("--baseline", setting("NAME", "run to compare with (default: the Transformer without a memory)")),
         LOSS,
         ("--effect", setting("NATS", "difference in question (default: %(default)s)", type=float, default=0.01)),
@@ -169,7 +165,8 @@ class Scaling(ReportVerb):
         "report scaling runs/ladder --by optimizer.lr",
         "report scaling runs/ladder --forecast forecast-700m.json --size 700e6",
     )
-    options = (
+    arguments = (
+        RUNS,
         LOSS,
         ("--irreducible", setting("LOSS", "loss that no size removes (default: 0)", type=float, default=0.0)),
         ("--by", setting("KEY,...", "options whose values separate families as well", type=split_names, default=())),
@@ -208,11 +205,9 @@ class Dynamics(ReportVerb):
 
     builder = "reports.dynamics:build_dynamics"
     examples = ("report dynamics runs/ablation --only stacktrans,queue --smooth 200 --figure dynamics.pdf",)
-    options = (
-        (
-            "--only",
-            setting("NAME,...", "runs (default: all, or the paper's two)", type=split_names, default=()),
-        ),
+    arguments = (
+        RUNS,
+        ("--only", setting("NAME,...", "runs (default: all, or the paper's two)", type=split_names, default=())),
         ("--baseline", setting("NAME", "run to compare with (default: the Transformer)")),
         ("--smooth", count(1, "steps in a moving average (default: 4 %% of all)")),
     )
@@ -226,7 +221,11 @@ class Grid(ReportVerb):
 
     builder = "reports.grid:build_grid"
     examples = ("report grid stack_grid --figure grid.pdf", "report grid runs/stack_grid --latex")
-    source = None
+    arguments = ()
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_sweep()
+        super().add_arguments(parser)
 
 
 class Actions(ReportVerb):
@@ -238,7 +237,8 @@ class Actions(ReportVerb):
 
     builder = "inspection.actions:build_actions"
     examples = ("report actions runs/arithmetic --figure actions.pdf",)
-    options = (
+    arguments = (
+        RUNS,
         ("--set", setting("NAME", "a validation set (default: each run's first)", dest="set_name")),
         ("--chunks", count(1, "chunks or problems of the set", 256, dest="num_chunks")),
     )
@@ -254,7 +254,7 @@ class States(ReportVerb):
 
     builder = "inspection.states:build_states"
     examples = ("report states runs/formal_table --figure states.png --csv states.csv",)
-    options = (("--strings", count(8, "strings of each length", 64, dest="num_strings")),)
+    arguments = (RUNS, ("--strings", count(8, "strings of each length", 64, dest="num_strings")))
 
 
 class Efficiency(ReportVerb):
@@ -262,7 +262,7 @@ class Efficiency(ReportVerb):
 
     builder = "reports.efficiency:build_efficiency"
     examples = ("report efficiency efficiency.json --figure efficiency.pdf",)
-    source = ("path", setting("FILE", "the JSON file", type=Path))
+    arguments = (("path", setting("FILE", "the JSON file", type=Path)),)
 
 
 class All(Verb):

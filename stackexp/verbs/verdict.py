@@ -27,8 +27,8 @@ class Verdict(ReportVerb):
     """
 
     builder = "reports.verdict:build_verdicts"
-    source = ("file", setting("FILE.yaml", "the arms, the effect and the search", nargs="?"))
-    options = (
+    arguments = (
+        ("file", setting("FILE.yaml", "the arms, the effect and the search", nargs="?")),
         ("--memory", setting("NAME", "compare this memory with the usual controls")),
         ("--effect", setting("NATS", "with --memory: the smallest difference of interest", type=parse_factor)),
         ("--report", flag("only read finished runs")),
@@ -89,5 +89,5 @@ class Verdict(ReportVerb):
                 from stackexp.inspection.pairs import measure_pairs  # imports torch, which takes seconds
 
                 measure_pairs(verdict)
-        args.verdicts, args.parameters = verdicts, ["verdicts"]
+        args.verdicts = verdicts
         return super().run(args)
