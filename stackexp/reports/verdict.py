@@ -20,6 +20,7 @@ from stackexp.reports.training_data import open_pairs
 from stackexp.runs import DATE_FORMAT, RunFolder
 from stackexp.sequential import (
     LEVEL,
+    MIN_PAIRS,
     POWER,
     Judgment,
     Outcome,
@@ -268,11 +269,10 @@ def get_chosen_values(
 
 def _describe_edges(verdict: Question, plan: PairPlan) -> list[str]:
     """Return a note for each tuned number and end of its range that arms have chosen."""
-    tuning, ends = verdict.config.tuning, dict[tuple[str, str], list[str]]()
-    tuned = verdict.read_tuning()
-    for arm in verdict.arms if tuning else ():
-        points, chosen = tuning.draw_points(arm) if tuning else [], get_chosen_values(verdict, plan, arm, tuned[arm])
-        for key in points[0] if points else ():
+    ends: dict[tuple[str, str], list[str]] = {}
+    for arm, tuned in verdict.read_tuning().items():
+        points, chosen = verdict.points[arm], get_chosen_values(verdict, plan, arm, tuned)
+        for key in points[0]:
             tried = sorted({point[key] for point in points if isinstance(point[key], int | float)})
             for word, end in (("smallest", tried[:1]), ("largest", tried[-1:])):
                 if len(tried) > 2 and [chosen.get(key)] == end:
@@ -335,6 +335,12 @@ def _build_tuning(verdict: Question, tuned: Tuned) -> Table:
     return Table(title, [*header, "last doubling", "enough"], rows, num_labels=3)
 
 
+def _format_mean(differences: Sequence[float], plan: PairPlan, level: float = LEVEL) -> list[str]:
+    """Return the mean of paired differences, its interval, and the number of pairs, as cells of a table."""
+    mean, low, high = compute_interval(differences, plan.pairs, level)
+    return [f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", str(len(differences))]
+
+
 # Averaged weights
 
 
@@ -347,14 +353,13 @@ def _build_averaged(
     score = verdict.config.score
     other = score.removeprefix(AVERAGED) if score.startswith(AVERAGED) else AVERAGED + score
     try:
-        scores, rows = stage.read_scores(other), []
+        scores = stage.read_scores(other)
     except RunError:  # only language models are also evaluated with averaged weights
         return None
-    for arm in judgments:
-        differences = list_differences(plan, scores, arm)
-        mean, low, high = compute_interval(differences, plan.pairs, LEVEL / len(judgments))
-        if math.isfinite(low):
-            rows.append([arm, f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", str(len(differences))])
+    differences = {arm: list_differences(plan, scores, arm) for arm in judgments}
+    rows = [
+        [arm, *_format_mean(x, plan, LEVEL / len(judgments))] for arm, x in differences.items() if len(x) >= MIN_PAIRS
+    ]
     title = f"The differences in {other}, for comparison; intervals are corrected like those of the verdict"
     return Table(title, ["arm", "difference", f"{1 - LEVEL:.0%} interval", "pairs"], rows) if rows else None
 
@@ -381,14 +386,9 @@ def _build_split(
                 steps.append((", ".join(["mechanism", *others]), ADAPTER, arm))
     rows = []
     for cause, base, arm in steps:
-        if not {arm, base} <= set(verdict.arms):
-            continue
-        differences = list_differences(plan, scores, arm, base)
-        mean, low, high = compute_interval(differences, plan.pairs)
-        if math.isfinite(low):
-            rows.append(
-                [cause, f"{arm} minus {base}", f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", str(len(differences))]
-            )
+        differences = list_differences(plan, scores, arm, base)  # none if one of them is not an arm
+        if len(differences) >= MIN_PAIRS:
+            rows.append([cause, f"{arm} minus {base}", *_format_mean(differences, plan)])
     header = ["cause", "difference", "mean", f"{1 - LEVEL:.0%} interval", "pairs"]
     return Table("Split of the gain; intervals allow for looks, not for several rows", header, rows) if rows else None
 

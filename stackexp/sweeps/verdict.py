@@ -128,19 +128,23 @@ class Question:
         return Path(self._build_sweep(self.name, []).base_trial.config.logging.root, self.name)
 
     @cached_property
+    def points(self) -> dict[str, list[Values]]:
+        """The values of the tuning trials of each arm; none without tuning."""
+        tuning = self.config.tuning
+        return {arm: tuning.draw_points(arm) if tuning else [] for arm in self.arms}
+
+    @cached_property
     def tuning(self) -> "QuestionStage | None":
         """The stage that tunes the arms, point by point; None without tuning."""
-        tuning = self.config.tuning
-        if tuning is None:
+        if self.config.tuning is None:
             return None
-        points = {arm: tuning.draw_points(arm) for arm in self.arms}
-        runs = [
-            (arm, i, seed, points[arm][i])
-            for i in range(len(points[self.baseline]))
+        runs = {
+            (arm, i, seed): self.points[arm][i]
+            for i in range(len(self.points[self.baseline]))
             for arm in self.arms
-            for seed in tuning.seeds
-        ]
-        return self._build_stage("tuning", {run[:3]: run[3] for run in runs})
+            for seed in self.config.tuning.seeds
+        }
+        return self._build_stage("tuning", runs)
 
     def build_pairs(self, plan: PairPlan) -> "QuestionStage":
         """Return the stage of the pairs, seed by seed. Raises ConfigError if a config is not that of the plan."""
@@ -199,7 +203,7 @@ class Question:
     def check_arms(self) -> None:
         """Compose the pairs and the first point of each arm. Raises ConfigError for an invalid arm."""
         if tuning := self.config.tuning:
-            self._build_stage("tuning", {(arm, 0, tuning.seeds[0]): tuning.draw_points(arm)[0] for arm in self.arms})
+            self._build_stage("tuning", {(arm, 0, tuning.seeds[0]): self.points[arm][0] for arm in self.arms})
         plan = self.read_plan()
         if plan is None:
             self._build_plan({arm: {} for arm in self.arms}, MIN_PLANNED)
@@ -231,15 +235,14 @@ class Question:
 
     def read_tuning(self) -> Tuned:
         """Return the points of each arm whose runs are all finished, with the scores of the seeds."""
-        tuning, stage = self.config.tuning, self.tuning
-        if tuning is None or stage is None:
+        if self.tuning is None:
             return {}
-        scores = stage.read_scores()
+        scores, seeds = self.tuning.read_scores(), self.config.tuning.seeds
         tuned: Tuned = {arm: [] for arm in self.arms}
-        for arm in self.arms:
-            for i, values in enumerate(tuning.draw_points(arm)):
-                if all((arm, i, seed) in scores for seed in tuning.seeds):
-                    tuned[arm].append((values, [scores[arm, i, seed] for seed in tuning.seeds]))
+        for arm, points in self.points.items():
+            for i, values in enumerate(points):
+                if all((arm, i, seed) in scores for seed in seeds):
+                    tuned[arm].append((values, [scores[arm, i, seed] for seed in seeds]))
         return tuned
 
     def read_plan(self) -> PairPlan | None:
@@ -313,12 +316,9 @@ class Question:
 
     def _list_tuning_runs(self, values: dict[str, Values]) -> dict[str, list[RunFolder]]:
         """Return the finished tuning runs of each arm with the chosen values."""
-        assert self.tuning is not None
-        assert self.config.tuning is not None
-        points = {arm: self.config.tuning.draw_points(arm) for arm in self.arms}
         runs: dict[str, list[RunFolder]] = {arm: [] for arm in self.arms}
         for (arm, i, _), trial in self.tuning.trials.items():
-            if trial.folder.is_finished and points[arm][i] == values[arm]:
+            if trial.folder.is_finished and self.points[arm][i] == values[arm]:
                 runs[arm].append(trial.folder)
         return runs
 
