@@ -294,7 +294,7 @@ def _resolve(root: DictConfig, origins: Origins) -> None:
 
 
 def _iterate_slots(node: DictConfig | ListConfig, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the full key of every value, and the node and name (or index) that hold it.
+    """Yield the full key of every value or empty section, and the node and name (or index) that hold it.
 
     The items of a list have the key of the list.
     """
@@ -302,7 +302,7 @@ def _iterate_slots(node: DictConfig | ListConfig, path: str = "") -> Iterator[tu
     for name in range(len(node)) if is_list else list(node):
         key = path if is_list else f"{path}.{name}".lstrip(".")
         child = node._get_node(name)  # type: ignore[arg-type]
-        if isinstance(child, DictConfig | ListConfig) and not child._is_none() and not child._is_interpolation():
+        if isinstance(child, DictConfig | ListConfig) and len(child):  # 0 if it is null or an interpolation
             yield from _iterate_slots(child, key)
         else:
             yield key, node, name
@@ -335,15 +335,8 @@ def _find_environment_texts(root: DictConfig) -> dict[str, str]:
 
 
 def _list_keys(node: DictConfig) -> list[str]:
-    """Return the full keys of all single values and of all empty mappings."""
-    keys = []
-    for name in node:
-        child = node._get_node(name)
-        if isinstance(child, DictConfig) and not child._is_none() and len(child) > 0:
-            keys += [f"{name!s}.{key}" for key in _list_keys(child)]
-        else:
-            keys.append(str(name))
-    return keys
+    """Return the full keys of all values and empty sections, each once."""
+    return list(dict.fromkeys(key for key, _, _ in _iterate_slots(node)))
 
 
 def _describe_failure(text: str, error: Exception, root: DictConfig, origins: Origins) -> str:
