@@ -10,7 +10,7 @@ import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,8 +174,7 @@ def find_variant(options: Row) -> str | None:
         return None
     if kind is None:
         return "Transformer"
-    values = {key: options.get(f"model.memory.{key}", default) for key, default in PAPER_STACK.items()}
-    changes = {key: value for key, value in values.items() if value != PAPER_STACK[key]}
+    changes = find_stack_changes(options)
     if options.get("model.memory.num_heads") == 1:
         return None if changes else "Single-Head"
     if changes == {"discipline": "push_only"} and options.get("model.memory.num_slots") == 1:
@@ -183,6 +182,12 @@ def find_variant(options: Row) -> str | None:
     known: dict[str, Any] = {"StackTrans": {}, "Full-Dimension": {"projection": "none"}}
     known |= {"Queue": {"discipline": "queue"}, "Push-Only": {"discipline": "push_only"}}
     return next((variant for variant, expected in known.items() if changes == expected), None)
+
+
+def find_stack_changes(options: Row) -> dict[str, Any]:
+    """Return the options in which a stack differs from the paper's, with their values."""
+    values = {key: options.get(f"model.memory.{key}", default) for key, default in PAPER_STACK.items()}
+    return {key: value for key, value in values.items() if value != PAPER_STACK[key]}
 
 
 # Losses of a run
@@ -306,8 +311,8 @@ class ArmComparison:
 
     arm: str
     pairs: list[tuple[Row, Row]]
-    sizes: list[str]
-    mismatches: list[tuple[str, str, int]]
+    sizes: list[str] = field(default_factory=list)
+    mismatches: list[tuple[str, str, int]] = field(default_factory=list)
 
     @cached_property
     def values(self) -> dict[str, list[float]]:

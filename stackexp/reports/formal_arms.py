@@ -11,7 +11,7 @@ from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import Lengths
 from stackexp.files import read_json
 from stackexp.frame import Row, get_options
-from stackexp.reports.arms import PAPER_STACK, compute_difference
+from stackexp.reports.arms import compute_difference, find_stack_changes
 from stackexp.reports.formal_runs import (
     SOLVED,
     FormalRun,
@@ -151,10 +151,8 @@ def list_changes(row: Row) -> list[str] | None:
     """
     if row.get("model.memory.kind") != "stack":
         return None
-    values = {key: row.get(f"model.memory.{key}", default) for key, default in PAPER_STACK.items()}
-    free = ("axis", "action_noise")
-    changed = [key for key, value in values.items() if value != PAPER_STACK[key] and key not in free]
-    return [f"{key}={format_value(values[key])}" for key in changed]
+    changes = find_stack_changes(row).items()
+    return [f"{key}={format_value(value)}" for key, value in changes if key not in ("axis", "action_noise")]
 
 
 def _format_mean(values: list[float], best: float) -> str:

@@ -66,7 +66,7 @@ def find_grids(arms: Arms, baseline: str | None) -> tuple[str | None, dict[str, 
         if missing:
             notes.append(f"{arm}: no grid with {base}; {missing}")
         else:
-            comparisons.append(ArmComparison(arm, pairs, [], []))
+            comparisons.append(ArmComparison(arm, pairs))
     column = choose_column(None, [comparison.values for comparison in comparisons])
     notes += [f"{c.arm}: no grid with {base}; a run has no {column}" for c in comparisons if column not in c.values]
     grids = {
@@ -164,7 +164,7 @@ def build_noise(base: str, grids: dict[str, PairGrid]) -> Table:
         for source, (deviation, low, high) in parts.items():
             share = f"{deviation**2 / total:.0%}" if total and source != TOTAL else ABSENT
             rows.append([arm, source, f"{deviation:.4f}", f"{low:.4f} to {high:.4f}", share])
-        noise = ArmComparison(arm, grid.pairs, [], []).noise.get(grid.column)
+        noise = ArmComparison(arm, grid.pairs).noise.get(grid.column)
         chunks = f"{noise.num_chunks} evaluation chunks" if noise else "evaluation chunks"
         rows.append([arm, chunks, f"{noise.chunk:.4f}" if noise else TOO_FEW_CHUNKS, ABSENT, ABSENT])
     shapes = " or ".join(sorted({" x ".join(map(str, grid.differences.shape)) for grid in grids.values()}))

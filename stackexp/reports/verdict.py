@@ -250,7 +250,7 @@ def _describe_chunks(verdict: Question, plan: PairPlan, stage: QuestionStage) ->
         pairs = [(rows[ours], rows[base]) for ours, base in keys if ours in rows and base in rows]
         pairs = [(ours, base) for ours, base in pairs if ours["path"] != base["path"]]
         if pairs:
-            comparisons.setdefault(tuple(ours["path"] for ours, _ in pairs), ArmComparison(arm, pairs, [], []))
+            comparisons.setdefault(tuple(ours["path"] for ours, _ in pairs), ArmComparison(arm, pairs))
     notes = describe_noise(list(comparisons.values()))
     return [f"{note} All pairs share the chunks, so more pairs do not reduce the latter." for note in notes]
 
