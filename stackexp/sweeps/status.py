@@ -101,7 +101,7 @@ def _format_number(value: float | None, form: str) -> str:
 
 def format_dry_run(sweep: Sweep) -> str:
     """Return the trials of a sweep with their estimated cost, and what is left of it, in GPU-hours."""
-    statuses = [read_status(trial, sweep.config.objective) for trial in sweep.trials]
+    statuses = read_statuses(sweep)
     costs, rows = [], []
     for status in statuses:
         config = status.trial.config

@@ -87,12 +87,11 @@ class Stop(Verb):
         from stackexp.sweeps.sweep import load_last_run
 
         sweep = load_last_run(args.sweep, args.overrides)
-        from stackexp.sweeps.status import format_summary
-        from stackexp.sweeps.trials import read_status
+        from stackexp.sweeps.status import format_summary, read_statuses
         from stackexp.sweeps.worker import stop_sweep
 
         stop_sweep(sweep)
-        print(format_summary([read_status(trial, sweep.config.objective) for trial in sweep.trials]))
+        print(format_summary(read_statuses(sweep)))
         return 0
 
 
