@@ -35,12 +35,7 @@ class Program:
 
     def run(self, *arguments: object, expect: int = 0) -> str:
         """Return the output; fails unless the process exits with code `expect`."""
-        process = self.start(*arguments)
-        try:
-            output, _ = process.communicate(timeout=300)
-        finally:
-            kill(process)
-        assert process.returncode == expect, output
+        output, _ = read_to_end(self.start(*arguments), 300, expect=expect)
         return output
 
 
@@ -65,13 +60,17 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen | None
         time.sleep(0.01)
 
 
-def read_to_end(process: subprocess.Popen, seconds: float = 60) -> tuple[str, str]:
-    """Wait for a process to end; return its output without a traceback, and the last line that is not empty."""
+def read_to_end(process: subprocess.Popen, seconds: float = 60, *, expect: int) -> tuple[str, str]:
+    """Wait for a process to end; return its output and the last line that is not empty.
+
+    Fails if there is a traceback, or if the exit code is not `expect`.
+    """
     try:
         output, _ = process.communicate(timeout=seconds)
     finally:
         kill(process)
     assert "Traceback" not in output, output
+    assert process.returncode == expect, output
     return output, [line for line in output.splitlines() if line.strip()][-1]
 
 

@@ -288,8 +288,7 @@ def test_the_printed_stop_and_resume_have_current_lines(tiny, tmp_path):
     process = Program(tmp_path).start("fit", "--config", tiny, *ENDLESS)
     wait_until(lambda: has_checkpoint(tmp_path / "runs"), process)
     process.send_signal(signal.SIGTERM)
-    output, _ = read_to_end(process)
-    assert process.returncode == 75
+    output, _ = read_to_end(process, expect=75)
     assert_same_shape([line for line in shown if "SIGTERM" in line], output.splitlines())
     resumed = Program(tmp_path).start("fit", "--run", only_run(tmp_path / "runs").path)
     wait_until(lambda: (tmp_path / "runs").exists(), resumed)

@@ -39,8 +39,7 @@ def test_a_process_that_dies_during_startup_ends_the_run(program, tiny):
     process = program.start("fit", "--config", tiny, *FSDP)
     wait_until(lambda: find_second_rank(process) is not None, process)
     os.kill(find_second_rank(process), signal.SIGKILL)
-    _, line = read_to_end(process, 30)
-    assert process.returncode == 1
+    _, line = read_to_end(process, 30, expect=1)
     assert line == "error: rank 1 exited during startup with code -9; see its output above"
 
 
@@ -59,11 +58,9 @@ def test_busy_port_ends_all_processes(program, tiny):
         port = server.getsockname()[1]
         program.environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         process = program.start("fit", "--config", tiny, *FSDP)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
+        output, _ = read_to_end(process, expect=1)
     assert f"cannot connect to the other 1 processes at 127.0.0.1:{port}" in output
     assert "set another MASTER_PORT if it is in use" in output
-    assert "Traceback" not in output
 
 
 @pytest.mark.process
@@ -85,7 +82,7 @@ def test_a_killed_process_is_named_and_ends_the_others(program, tiny, tmp_path, 
     second = find_second_rank(process)
     os.kill(process.pid if victim == 0 else second, signal.SIGKILL)
     began = time.monotonic()
-    output, _ = process.communicate(timeout=60)  # until every process has closed its output
+    output, _ = read_to_end(process, expect=1 if victim == 1 else -signal.SIGKILL)
     assert time.monotonic() - began < 60
     cause = f"error: rank 1 (process {second} on " if victim == 1 else "error: rank 1: rank 0 "
     assert cause in output
@@ -93,8 +90,6 @@ def test_a_killed_process_is_named_and_ends_the_others(program, tiny, tmp_path, 
         f"is gone; resume with `python -m stackexp fit --run {only_run(tmp_path / 'runs').path}`" in output
         or not victim
     )
-    assert "Traceback" not in output
-    assert process.returncode == (1 if victim == 1 else -signal.SIGKILL)
     load_state(only_run(tmp_path / "runs").newest_checkpoint())
 
 
@@ -112,8 +107,7 @@ def test_a_process_that_hangs_is_named(program, tiny, tmp_path):
     compile_stack_kernels()
     hang = write_faulty_plugin(tmp_path, "time.sleep(1000)", first="time.sleep(15)")  # a slow start is no hang
     process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS, hang, "trainer.collective_timeout_seconds=12")
-    output, _ = read_to_end(process, 300)
-    assert process.returncode == 1
+    output, _ = read_to_end(process, 300, expect=1)
     (line,) = [line for line in output.splitlines() if line.startswith("error: no progress")]
     assert "no progress for 12 s: rank 1 at " in line
     assert "faulty.py:7 (faulty_forward); the others wait at torch/distributed/" in line
@@ -123,8 +117,7 @@ def test_a_process_that_hangs_is_named(program, tiny, tmp_path):
 def test_a_loss_that_is_not_finite_names_the_batch_and_the_rank(program, tiny, tmp_path):
     diverge = write_faulty_plugin(tmp_path, "h = h * float('nan')")
     process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS, diverge)
-    output, _ = read_to_end(process, 300)
-    assert process.returncode == 1
+    output, _ = read_to_end(process, 300, expect=1)
     run = only_run(tmp_path / "runs")
     (line,) = [line for line in output.splitlines() if line.startswith("error: step")]
     assert line.startswith(f"error: step {record(run)[-1]['step'] + 1}: loss nan ")
@@ -158,7 +151,6 @@ def test_a_full_disk_loses_no_checkpoint(program, tiny, tmp_path):
         command = ("fit", "--config", tiny, *ENDLESS, f"logging.root={disk}", "trainer.checkpoint_interval=4")
         output = program.run(*command, "trainer.keep_checkpoints=1000", expect=1)
         assert re.search("no space left .*; free some space, then resume with `.* fit --run ", output.splitlines()[-1])
-        assert "Traceback" not in output
         run = only_run(disk)
         assert not run.is_finished
         assert not list(run.checkpoints.glob(".*")), "no incomplete checkpoint"
@@ -176,8 +168,7 @@ def test_a_folder_that_becomes_read_only_loses_no_checkpoint(program, tiny, tmp_
     mount("--bind", str(run.checkpoints), at=run.checkpoints)
     try:
         subprocess.run(["mount", "-o", "remount,ro,bind", str(run.checkpoints)], check=True)
-        _, line = read_to_end(process)
-        assert process.returncode == 1
+        _, line = read_to_end(process, expect=1)
         assert "error: " in line
         assert "Read-only file system" in line
         assert run.newest_checkpoint() >= newest

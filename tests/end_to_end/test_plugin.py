@@ -65,6 +65,15 @@ class Wrong(Memory):
 WRONG_YAML = "defaults: [{}]\nplugins: [wrong.py]\nmodel:\n  memory:\n    kind: wrong\n"
 
 
+def train_wrong(tiny: Path, folder: Path, code: str) -> str:
+    """Return the output of a training with this memory."""
+    (folder / "wrong.py").write_text(code)
+    (folder / "wrong.yaml").write_text(WRONG_YAML.format(tiny))
+    error = Forks(folder).run("fit", "--config", "wrong.yaml", "logging.root=runs", expect=1)
+    assert "Traceback" not in error
+    return error
+
+
 @pytest.mark.parametrize(
     ("returned", "found"),
     [
@@ -77,13 +86,8 @@ WRONG_YAML = "defaults: [{}]\nplugins: [wrong.py]\nmodel:\n  memory:\n    kind: 
     ],
 )
 def test_a_memory_that_returns_something_else_is_one_line(tiny, tmp_path, returned, found):
-    (tmp_path / "wrong.py").write_text(WRONG.replace("RETURNED", returned))
-    (tmp_path / "wrong.yaml").write_text(WRONG_YAML.format(tiny))
-    error = Forks(tmp_path).run("fit", "--config", "wrong.yaml", "logging.root=runs", expect=1)
-    assert (
-        f"error: Wrong.forward: expected (h [B, T, d], state, statistics), found {found}; see Memory.forward" in error
-    )
-    assert "Traceback" not in error
+    expected = f"error: Wrong.forward: expected (h [B, T, d], state, statistics), found {found}; see Memory.forward"
+    assert expected in train_wrong(tiny, tmp_path, WRONG.replace("RETURNED", returned))
 
 
 UNUSED = """
@@ -95,10 +99,5 @@ UNUSED = """
 
 def test_a_parameter_without_gradient_is_an_error_in_the_first_step(tiny, tmp_path):
     """Otherwise the run would train, and its checkpoints could not be loaded."""
-    code = WRONG.replace("RETURNED", "h, state, {}") + UNUSED
-    (tmp_path / "wrong.py").write_text(code)
-    (tmp_path / "wrong.yaml").write_text(WRONG_YAML.format(tiny))
-    error = Forks(tmp_path).run("fit", "--config", "wrong.yaml", "logging.root=runs", expect=1)
     expected = "error: layers.0.memory.bias: has no gradient; use this parameter in forward, or make it a buffer"
-    assert expected in error
-    assert "Traceback" not in error
+    assert expected in train_wrong(tiny, tmp_path, WRONG.replace("RETURNED", "h, state, {}") + UNUSED)

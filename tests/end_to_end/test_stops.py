@@ -51,8 +51,7 @@ def test_a_run_stopped_by_a_signal_resumes_exactly(program, tiny, tmp_path, numb
         while process.poll() is None:  # more of both signals, up to the exit
             process.send_signal(random.choice([signal.SIGTERM, signal.SIGUSR1]))
             time.sleep(0.005)
-    output, _ = read_to_end(process)
-    assert process.returncode == 75
+    output, _ = read_to_end(process, expect=75)
     assert "error" not in output
     step = int(run.newest_checkpoint().name)
     assert record(run)[-1]["step"] == step < 36
@@ -93,8 +92,7 @@ def test_ctrl_c_saves_and_stops_after_the_step(program, tiny, tmp_path):
     assert statuses
     assert all(int(re.search(r"SigIgn:\s*(\w+)", s)[1], 16) & 1 << signal.SIGINT - 1 for s in statuses)
     os.killpg(process.pid, signal.SIGINT)
-    output, line = read_to_end(process)
-    assert process.returncode == 130
+    output, line = read_to_end(process, expect=130)
     assert "press Ctrl-C again to stop at once" in output
     run = only_run(tmp_path / "runs")
     assert run.newest_checkpoint().name == f"{record(run)[-1]['step']:08d}", "the last step is saved"
@@ -110,8 +108,7 @@ def test_ctrl_c_stops_two_processes(program, tiny, tmp_path):
     process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS)
     wait_until(lambda: has_checkpoint(tmp_path / "runs"), process)
     os.killpg(process.pid, signal.SIGINT)
-    output, line = read_to_end(process)
-    assert process.returncode == 130, output
+    output, line = read_to_end(process, expect=130)
     assert "resume with `python -m stackexp fit --run " in line
     assert "lost" not in output
 
@@ -131,8 +128,7 @@ def test_a_second_ctrl_c_stops_inside_a_batch(program, tiny, tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(3)
     process.send_signal(signal.SIGINT)
-    _, line = read_to_end(process)
-    assert process.returncode == 130
+    _, line = read_to_end(process, expect=130)
     assert line.startswith("interrupted: ")
 
 
