@@ -173,18 +173,29 @@ def server(monkeypatch):
 
 
 @pytest.fixture
-def invoke(capsys):
-    """`invoke(command, *arguments)` runs the program in this process and returns its output, or its error line.
+def capture(capsys):
+    """`capture(command, *arguments)` runs the program in this process and returns what it printed: `out` and `err`.
 
     The command is split at spaces, the arguments are not. Fails unless the exit code is `expect`.
     """
     from stackexp.cli import main
 
-    def run(command: str = "", *arguments: object, expect: int = 0) -> str:
+    def run(command: str = "", *arguments: object, expect: int = 0):
         capsys.readouterr()  # of earlier calls
         code = main([*command.split(), *map(str, arguments)])
-        printed, errors = capsys.readouterr()
-        assert code == expect, errors
+        printed = capsys.readouterr()
+        assert code == expect, printed.err
+        return printed
+
+    return run
+
+
+@pytest.fixture
+def invoke(capture):
+    """`invoke(command, *arguments)` as `capture`, but returns only the output, or the error line if it fails."""
+
+    def run(command: str = "", *arguments: object, expect: int = 0) -> str:
+        printed, errors = capture(command, *arguments, expect=expect)
         if not expect:
             return printed
         line = errors.strip().splitlines()[-1]
@@ -200,14 +211,6 @@ def question(tmp_path):
     from verdict_question import Question
 
     return Question(tmp_path)
-
-
-@pytest.fixture
-def fetch(server, tmp_path):
-    """`fetch(*arguments)` fetches from the server and returns the exit code."""
-    from stackexp.cli import main
-
-    return lambda *arguments: main(["data", "fetch", *arguments, "--mirror", server.url, "--to", str(tmp_path / "to")])
 
 
 @pytest.fixture

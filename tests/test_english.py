@@ -7,13 +7,13 @@ import shutil
 import signal
 import subprocess
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 from processes import wait_until
 
-from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.config.data import DataConfig
 from stackexp.data import english
@@ -90,19 +90,20 @@ def read_list(mirror: Path) -> list[dict]:
     return yaml.safe_load((mirror / "packages.yaml").read_text())["packages"]
 
 
-def build(mirror: Path, to: Path, *arguments: str) -> int:
-    sizes = ["--vocab-size", "300", "--context-length", "64", "--workers", "1"]
-    return main(["data", "english", "--to", str(to), "--packages", str(mirror / "packages.yaml"), *sizes, *arguments])
+@pytest.fixture
+def build(mirror, capture):
+    """`build(to, *arguments)` builds the sets of the mirror and returns what it prints: `out` and `err`."""
+    sizes = ("--vocab-size", "300", "--context-length", "64", "--workers", "1")
+    return partial(capture, f"data english --packages {mirror}/packages.yaml", *sizes, "--to")
 
 
 def read_texts(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text().splitlines()]
 
 
-def test_one_command_writes_text_sources_and_shards(mirror, tmp_path, capsys):
+def test_one_command_writes_text_sources_and_shards(build, tmp_path):
     to = tmp_path / "english"
-    assert build(mirror, to) == 0
-    output = capsys.readouterr().out
+    output = build(to).out
     sets = {path.relative_to(to / "text").as_posix() for path in (to / "text").rglob("*.jsonl")}
     mixed = f"validation/{english.MIXED_SET}.jsonl"
     assert sets == {
@@ -122,7 +123,7 @@ def test_one_command_writes_text_sources_and_shards(mirror, tmp_path, capsys):
     assert f"SHA-256 of the text: {sources['sha256']}, not as in the list" in output
 
 
-def test_the_config_trains_the_model_of_the_small_ablation_on_the_folder(mirror, empty_folder, invoke):
+def test_the_config_trains_the_model_of_the_small_ablation_on_the_folder(build, empty_folder, invoke):
     small, config = compose(["ablation/small"], []), compose(["ablation/small_english"], [])
     for section in ("model", "optimizer", "schedule", "trainer", "seed"):
         assert getattr(config, section) == getattr(small, section)
@@ -130,7 +131,7 @@ def test_the_config_trains_the_model_of_the_small_ablation_on_the_folder(mirror,
         assert getattr(config.data, key) == getattr(small.data, key), key
     error = invoke("fit --config ablation/small_english", expect=1)
     assert "train: no such folder; build it with: python -m stackexp data english" in error
-    assert build(mirror, Path("data/english")) == 0
+    build(Path("data/english"))
     sizes = ["data.vocab_size=300", "data.context_length=64", "data.global_batch_tokens=1024", "data.eval_sequences=2"]
     steps = ["trainer.max_steps=1", "schedule.warmup_steps=0", "model.num_layers=2", "trainer.accelerator=cpu"]
     printed = invoke("fit --config ablation/small_english", *sizes, *steps)
@@ -145,16 +146,16 @@ def test_the_built_in_list_is_valid():
     assert all(len(package.sha256) == 64 and package.license for package in packages.packages)
 
 
-def test_a_repeated_command_downloads_and_writes_nothing(mirror, tmp_path):
+def test_a_repeated_command_downloads_and_writes_nothing(mirror, build, tmp_path):
     to = tmp_path / "english"
-    assert build(mirror, to) == 0
+    build(to)
     before = {path: path.stat().st_mtime_ns for path in to.rglob("*.jsonl")}
-    assert build(mirror, to) == 0
+    build(to)
     assert {path: path.stat().st_mtime_ns for path in to.rglob("*.jsonl")} == before
     assert len((mirror / "requests").read_text().split()) == len(GENRES)
 
 
-def test_a_killed_command_resumes(mirror, tmp_path, program):
+def test_a_killed_command_resumes(mirror, build, tmp_path, program):
     to, whole = tmp_path / "english", tmp_path / "whole"
     arguments = ["--packages", mirror / "packages.yaml", "--vocab-size", "300", "--context-length", "64"]
     process = program.start("data", "english", "--to", to, *arguments)
@@ -164,8 +165,8 @@ def test_a_killed_command_resumes(mirror, tmp_path, program):
     assert not (to / "train/corpus.json").exists(), "the kill was too late"
     next(to.glob("packages/*.deb")).unlink()
     (to / "packages/.part").mkdir(exist_ok=True)  # of a kill during a download
-    assert build(mirror, to) == 0
-    assert build(mirror, whole) == 0
+    build(to)
+    build(whole)
     assert (to / "text/sources.json").read_text() == (whole / "text/sources.json").read_text()
     assert not (to / "packages/.part").exists()
 
@@ -205,66 +206,60 @@ def test_other_texts_are_not_english(text):
     assert not english.is_english(text)
 
 
-def test_another_hash_is_an_error(mirror, tmp_path, capsys):
+def test_another_hash_is_an_error(mirror, build, tmp_path):
     entries = read_list(mirror)
     entries[1]["sha256"] = "0" * 64
     write_list(mirror, entries)
-    assert build(mirror, tmp_path / "english") == 1
-    error = capsys.readouterr().err.splitlines()[-1]
+    error = build(tmp_path / "english", expect=1).err
     assert "shell-doc=1:1.0: SHA-256 is" in error
     assert "--latest" in error
     assert not list((tmp_path / "english/packages").glob("shell-doc*"))
 
 
-def test_missing_versions_are_listed_and_latest_leaves_missing_packages_out(mirror, tmp_path, capsys):
+def test_missing_versions_are_listed_and_latest_leaves_missing_packages_out(mirror, build, tmp_path):
     entries = read_list(mirror)
     entries[0]["version"], entries[1]["name"] = "2", "bash-doc"
     write_list(mirror, entries)
     to = tmp_path / "english"
-    assert build(mirror, to) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
+    error = build(to, expect=1).err
     assert "2 of 4 packages cannot be downloaded: kernel-doc=2, bash-doc=1:1.0 (Version '2' for 'kernel-doc=2'" in error
-    assert build(mirror, to, "--latest") == 0
-    assert "left out: bash-doc" in capsys.readouterr().err
+    assert "left out: bash-doc" in build(to, "--latest").err
     sources = json.loads((to / "text/sources.json").read_text())
     assert {package["name"]: package["version"] for package in sources["packages"]}["kernel-doc"] == "1:1.0"
     assert len(sources["packages"]) == 3
 
 
-def test_a_file_put_into_the_folder_needs_no_download(mirror, tmp_path):
+def test_a_file_put_into_the_folder_needs_no_download(mirror, build, tmp_path):
     to = tmp_path / "english"
     (to / "packages").mkdir(parents=True)
     for path in mirror.glob("*.deb"):
         path.rename(to / "packages" / path.name)
-    assert build(mirror, to) == 0
+    build(to)
     assert not (mirror / "requests").exists()
 
 
-def test_missing_tools_are_a_one_line_error(mirror, tmp_path, monkeypatch, capsys):
+def test_missing_tools_are_a_one_line_error(build, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert build(mirror, tmp_path / "english") == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "apt-get and dpkg-deb: not installed; run the command on Debian or Ubuntu" in line
+    error = build(tmp_path / "english", expect=1).err
+    assert "apt-get and dpkg-deb: not installed; run the command on Debian or Ubuntu" in error
     assert not (tmp_path / "english").exists()
 
 
-def test_the_text_of_another_list_is_refused(mirror, tmp_path, capsys):
+def test_the_text_of_another_list_is_refused(mirror, build, tmp_path):
     to = tmp_path / "english"
-    assert build(mirror, to) == 0
+    build(to)
     entries = read_list(mirror)
     entries[0]["max_bytes"] = 1000
     write_list(mirror, entries)
-    assert build(mirror, to) == 1
-    assert "made from other packages or settings; delete it" in capsys.readouterr().err
+    assert "made from other packages or settings; delete it" in build(to, expect=1).err
 
 
 @pytest.mark.parametrize(("key", "value"), [("format", "htm"), ("files", "(")])
-def test_a_wrong_format_or_pattern_is_found_before_a_download(mirror, tmp_path, capsys, key, value):
+def test_a_wrong_format_or_pattern_is_found_before_a_download(mirror, build, tmp_path, key, value):
     entries = read_list(mirror)
     entries[0][key] = value
     write_list(mirror, entries)
-    assert build(mirror, tmp_path / "english") == 1
-    assert "packages.yaml: not a list of packages (" in capsys.readouterr().err
+    assert "packages.yaml: not a list of packages (" in build(tmp_path / "english", expect=1).err
     assert not (mirror / "requests").exists()
 
 
@@ -278,14 +273,12 @@ def test_a_wrong_list_is_a_one_line_error(tmp_path, text):
         load_packages(path)
 
 
-def test_a_list_without_matching_files_or_genre_is_an_error(mirror, tmp_path, capsys):
+def test_a_list_without_matching_files_or_genre_is_an_error(mirror, build, tmp_path):
     entries = read_list(mirror)
     write_list(mirror, [entry | {"files": "nothing"} for entry in entries])
-    assert build(mirror, tmp_path / "one") == 1
-    assert "no file with English text matches 'nothing'" in capsys.readouterr().err
+    assert "no file with English text matches 'nothing'" in build(tmp_path / "one", expect=1).err
     write_list(mirror, [entry for entry in entries if entry["genre"] != "essays"])
-    assert build(mirror, tmp_path / "two") == 1
-    assert "no package has the held-out genre essays" in capsys.readouterr().err
+    assert "no package has the held-out genre essays" in build(tmp_path / "two", expect=1).err
 
 
 def test_a_damaged_package_is_an_error(mirror):

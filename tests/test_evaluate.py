@@ -261,13 +261,13 @@ def change_losses(path: Path) -> dict[str, float]:
 @pytest.mark.usefixtures("restored_signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_stops_an_evaluation_between_two_batches(
-    fitted, many_sets, tmp_path, monkeypatch, invoke, number, code
+    fitted, many_sets, tmp_path, monkeypatch, capture, number, code
 ):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where pytest runs in the background
     add, out = PartialResults.add, tmp_path / "figures.json"
     monkeypatch.setattr(PartialResults, "add", lambda *scored: (add(*scored), signal.raise_signal(number)))
-    error = invoke("validate --run", fitted.path, "--sets", f"g={many_sets}", "--out", out, expect=code)
-    assert error.endswith("; rerun the command to score the remaining sets")
+    printed = capture("validate --run", fitted.path, "--sets", f"g={many_sets}", "--out", out, expect=code)
+    assert printed.err.endswith("; rerun the command to score the remaining sets\n")
     assert len(read_lines(out.with_suffix(".partial.jsonl"))) == 1
 
 
