@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from language_runs import finish, write_run
 
-from stackexp import cli
 from stackexp.files import read_hashed_json, read_json, write_hashed_json, write_json
 from stackexp.reports.forecast import leave_out_largest, predict_run
 
@@ -115,18 +114,17 @@ def set_start(run: Path, started: str) -> None:
     (run / "environment.json").write_text(json.dumps([{"started": started}]))
 
 
-def run_report(capsys, *arguments) -> tuple[int, str]:
-    code = cli.main(["report", "scaling", *map(str, arguments)])
-    output = capsys.readouterr()
-    return code, " ".join((output.out + output.err).split())  # without line breaks
+@pytest.fixture
+def report(invoke):
+    """`report(*arguments)` returns the output of `report scaling` without line breaks, or the error line."""
+    return lambda *arguments, expect=0: " ".join(invoke("report scaling", *arguments, expect=expect).split())
 
 
 @pytest.fixture
-def written(tmp_path, capsys):
+def written(tmp_path, report):
     """Return the folder of runs and the forecast of the next size."""
     runs, file = write_ladder(tmp_path / "runs"), tmp_path / "forecast.json"
-    code, text = run_report(capsys, runs, "--forecast", file, "--size", "240e6")
-    assert code == 0, text
+    text = report(runs, "--forecast", file, "--size", "240e6")
     assert "no finished run of this size yet" in text
     assert "times apart" not in text, "one step of the ladder"
     return runs, file
@@ -150,7 +148,7 @@ def test_the_file_holds_the_runs_and_the_intervals(written):
     assert [left["size"] for left in paired["left_out"]] == [120_000_000]
 
 
-def test_runs_of_the_predicted_size_are_scored_and_the_file_is_not_changed(written, capsys):
+def test_runs_of_the_predicted_size_are_scored_and_the_file_is_not_changed(written, report):
     runs, file = written
     frozen = file.read_bytes()
     write_ladder(runs, sizes=[NEXT], seeds=[2, 3])
@@ -163,8 +161,7 @@ def test_runs_of_the_predicted_size_are_scored_and_the_file_is_not_changed(writt
         finish(worse, 4.0, parameters=241_000_000, tokens=20 * 241_000_000)
         set_start(worse, start)
     command = [runs, "--forecast", file, "--size", "240e6", "--csv", file.with_suffix(".csv")]
-    code, text = run_report(capsys, *command)
-    assert code == 0, text
+    text = report(*command)
     assert "Forecast for 240M parameters: 3 of 4 inside" in text
     assert "8 4.000 outside*" in text
     assert "2 -0.050 inside" in text
@@ -176,35 +173,34 @@ def test_runs_of_the_predicted_size_are_scored_and_the_file_is_not_changed(writt
     for start in ("yesterday", None):
         environment = runs / "stacktrans-240m-seed=2-0123abcd" / "environment.json"
         set_start(environment.parent, start) if start else environment.unlink()
-        _, text = run_report(capsys, *command)
+        text = report(*command)
         assert "Forecast for 240M parameters: 1 of 2 inside" in text, "without the run, and without its difference"
         assert "1 run without a recorded start, so not scored: " in text
     assert file.read_bytes() == frozen
 
 
-def test_a_forecast_of_more_than_one_step_has_a_warning(tmp_path, capsys):
+def test_a_forecast_of_more_than_one_step_has_a_warning(tmp_path, report):
     runs, file = write_ladder(tmp_path / "runs"), tmp_path / "forecast.json"
-    _, text = run_report(capsys, runs, "--forecast", file, "--size", "480e6")
+    text = report(runs, "--forecast", file, "--size", "480e6")
     assert "for 4.0 times the largest size, where the runs are at most 2.0 times apart: a bend of the law" in text
 
 
-def test_runs_with_another_token_budget_are_not_scored(written, capsys):
+def test_runs_with_another_token_budget_are_not_scored(written, report):
     runs, file = written
     other = write_run(runs / "transformer-240m-seed=7-0123abcd", "model.memory=null", seed=7)
     finish(other, 3.0, parameters=NEXT, tokens=5 * NEXT)
-    _, text = run_report(capsys, runs, "--forecast", file)
+    text = report(runs, "--forecast", file)
     assert f"1 run of this size without 20 tokens per parameter outside the memory, not scored: {other}" in text
     assert "no finished run of this size yet" in text
 
 
-def test_changed_and_missing_runs_are_reported(written, capsys):
+def test_changed_and_missing_runs_are_reported(written, report):
     runs, file = written
     changed, missing, moved = (runs / f"transformer-{size}m-seed=0-0123abcd" for size in (15, 30, 60))
     finish(changed, 3.0, parameters=15_000_000, tokens=300_000_000)
     shutil.rmtree(missing)
     moved.rename(runs / "elsewhere")
-    code, text = run_report(capsys, runs, "--forecast", file)
-    assert code == 0
+    text = report(runs, "--forecast", file)
     assert f"1 run of the forecast changed since it was written, which counts their earlier losses: {changed} -" in text
     assert f"1 run of the forecast missing: {missing}" in text
     assert str(moved) not in text
@@ -221,69 +217,56 @@ def test_changed_and_missing_runs_are_reported(written, capsys):
         ),
     ],
 )
-def test_another_file_is_refused_in_one_line(written, capsys, change, message):
+def test_another_file_is_refused_in_one_line(written, report, change, message):
     runs, file = written
     contents = change(read_hashed_json(file, ""))
     write_json(file, contents) if "sha256" in contents else write_hashed_json(file, contents)
-    code = cli.main(["report", "scaling", str(runs), "--forecast", str(file)])
-    error = capsys.readouterr().err
-    assert code == 1
-    assert f"{file}: {message}" in error
-    assert error.count("\n") == 1
+    assert f"{file}: {message}" in report(runs, "--forecast", file, expect=1)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (["--size", "300e6"], "a forecast of size 240000000, not 300000000"),
-        (["--tokens", "240e6"], "a forecast of quantity parameters, not tokens"),
-        (["--loss", "training loss"], "a forecast of loss average, not training loss"),
-        (["--by", "optimizer.lr"], "a forecast of by [], not ['optimizer.lr']"),
-        (["--irreducible", "1.7"], "--irreducible 1.7: a forecast estimates it; omit the option"),
-        (["--figure", "scaling.png"], "--figure: a forecast has no figure"),
+        (["--size", "300e6"], 1, "a forecast of size 240000000, not 300000000"),
+        (["--tokens", "240e6"], 1, "a forecast of quantity parameters, not tokens"),
+        (["--loss", "training loss"], 1, "a forecast of loss average, not training loss"),
+        (["--by", "optimizer.lr"], 1, "a forecast of by [], not ['optimizer.lr']"),
+        (["--irreducible", "1.7"], 1, "--irreducible 1.7: a forecast estimates it; omit the option"),
+        (["--figure", "scaling.png"], 2, "--figure: a forecast has no figure"),
     ],
 )
-def test_other_options_than_those_of_the_file_are_refused(written, capsys, arguments, message):
+def test_other_options_than_those_of_the_file_are_refused(written, report, arguments, code, message):
     runs, file = written
-    code, text = run_report(capsys, runs, "--forecast", file, *arguments)
-    assert code != 0
-    assert message in text
+    assert message in report(runs, "--forecast", file, *arguments, expect=code)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        ([], "no such file; to write a forecast, give --size or --tokens"),
-        (["--size", "60e6"], "has this size; a forecast is written before such runs are trained"),
-        (["--size", "100e6"], "--size 100000000: not above the largest size, 120000000"),
-        (["--tokens", "1e9"], "--tokens 1000000000: nothing to fit in tokens"),
-        (["--size", "many"], "argument --size: expected a number such as 700e6, found many"),
+        ([], 1, "no such file; to write a forecast, give --size or --tokens"),
+        (["--size", "60e6"], 1, "has this size; a forecast is written before such runs are trained"),
+        (["--size", "100e6"], 1, "--size 100000000: not above the largest size, 120000000"),
+        (["--tokens", "1e9"], 1, "--tokens 1000000000: nothing to fit in tokens"),
+        (["--size", "many"], 2, "argument --size: expected a number such as 700e6, found many"),
     ],
 )
-def test_a_forecast_that_cannot_be_written_is_refused(tmp_path, capsys, arguments, message):
+def test_a_forecast_that_cannot_be_written_is_refused(tmp_path, report, arguments, code, message):
     runs, file = write_ladder(tmp_path / "runs", seeds=[0]), tmp_path / "forecast.json"
-    code, text = run_report(capsys, runs, "--forecast", file, *arguments)
-    assert code != 0
-    assert message in text
+    assert message in report(runs, "--forecast", file, *arguments, expect=code)
     assert not file.exists()
 
 
-def test_two_recipes_of_one_family_are_not_pooled(tmp_path, capsys):
+def test_two_recipes_of_one_family_are_not_pooled(tmp_path, report):
     runs, file = write_ladder(tmp_path / "runs"), tmp_path / "forecast.json"
     other = write_run(runs / "slow-15m-seed=0-0123abcd", "model.memory=null", "optimizer.lr=1e-4", seed=0)
     finish(other, 4.0, parameters=15_000_000, memory_parameters=0, tokens=300_000_000)
-    code, text = run_report(capsys, runs, "--forecast", file, "--size", "240e6")
-    assert code == 1
-    assert "two runs of Transformer with one size and seed; separate them with --by" in text
-    code, text = run_report(capsys, runs, "--forecast", file, "--size", "240e6", "--by", "optimizer.lr")
-    assert code == 0, text
+    command = (runs, "--forecast", file, "--size", "240e6")
+    assert "two runs of Transformer with one size and seed; separate them with --by" in report(*command, expect=1)
+    report(*command, "--by", "optimizer.lr")
 
 
-def test_two_sizes_are_too_few(tmp_path, capsys):
+def test_two_sizes_are_too_few(tmp_path, report):
     runs, file = write_ladder(tmp_path / "runs", sizes=(15e6, 30e6)), tmp_path / "forecast.json"
-    code, text = run_report(capsys, runs, "--forecast", file, "--size", "60e6")
-    assert code == 1
-    assert "no family has 3 sizes with 20 tokens per parameter outside the memory" in text
-    code, text = run_report(capsys, runs, "--size", "60e6")
-    assert code == 2
-    assert "--size and --tokens require --forecast" in text
+    error = report(runs, "--forecast", file, "--size", "60e6", expect=1)
+    assert "no family has 3 sizes with 20 tokens per parameter outside the memory" in error
+    assert "--size and --tokens require --forecast" in report(runs, "--size", "60e6", expect=2)
