@@ -34,6 +34,11 @@ def draw_letters(rng, batch_size, length):
     return rng.integers(0, 2, (batch_size, length)), rng.integers(0, 2, (batch_size, length))
 
 
+def make_task(generate, output_length=lambda length: length, **options) -> Task:
+    """Return a task that generates strings with `generate(strings, answers)` of `draw_letters`."""
+    return Task("mine", "own", lambda *sizes: generate(*draw_letters(*sizes)), "ab", "xy", output_length, **options)
+
+
 WRONG = {
     "at length 5 its generator returned 6 symbols and 5 answers": lambda x, y: (np.column_stack([x, x[:, 0]]), y),
     "answers of 1 symbols; output_length gives 5": lambda x, y: (x, y[:, :1]),
@@ -49,10 +54,7 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_a_generator_that_breaks_its_contract_is_named(message):
-    def generate(rng, batch_size, length):
-        return WRONG[message](*draw_letters(rng, batch_size, length))
-
-    task = Task("mine", "own", generate, "ab", "xy", lambda length: length, answers_every_token=True)
+    task = make_task(WRONG[message], answers_every_token=True)
     with pytest.raises(ConfigError, match="^task mine: " + ".*" + re.escape(message)):
         task.sample(np.random.default_rng(0), 3, 5)
 
@@ -66,19 +68,13 @@ def test_answers_have_the_length_of_the_strings_that_exist(answers_every_token):
 
 
 def test_strings_longer_than_the_length_are_named():
-    def generate(rng, batch_size, length):
-        return draw_letters(rng, batch_size, length + 30)[0], np.zeros((batch_size, 1), "int64")
-
-    task = Task("mine", "own", generate, "ab", "xy", lambda length: 1)
+    task = make_task(lambda x, y: (np.tile(x, 7), y[:, :1]), lambda length: 1)
     with pytest.raises(ConfigError, match="at length 5 its generator returned strings of 35 symbols; return at most 5"):
         task.sample(np.random.default_rng(0), 3, 5)
 
 
 def test_repeated_words_would_change_what_accuracy_counts():
-    def generate(rng, batch_size, length):
-        return *draw_letters(rng, batch_size, length), np.zeros(batch_size, "int64")
-
-    task = Task("mine", "own", generate, "ab", "xy", lambda length: length, solve=lambda strings: strings)
+    task = make_task(lambda x, y: (x, y, np.zeros(len(x), "int64")), solve=lambda strings: strings)
     assert task.sample(np.random.default_rng(0), 3, 5).mask.sum(1).tolist() == [1, 1, 1]
     with pytest.raises(ConfigError, match=r"task mine: has a mask of its own, which data\.loop_fraction would change"):
         task.sample(np.random.default_rng(0), 3, 5, loop_fraction=1.0)
