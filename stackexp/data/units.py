@@ -275,7 +275,7 @@ def _finish_in_processes(job: UnitJob, units: Sequence[list[Source]], workers: i
     counter = context.Value("q", 0)
     others, messages = set(multiprocessing.active_children()), []
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(counter,)) as pool:
-        pending = {pool.submit(_finish_in_worker, job, sources) for sources in units}
+        pending = {pool.submit(_finish_unit, job, sources, _count_bytes) for sources in units}
         try:
             while pending:
                 done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
@@ -299,10 +299,6 @@ def _start_worker(counter: Any) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all CPUs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _finish_in_worker(job: UnitJob, sources: list[Source]) -> str:
-    return _finish_unit(job, sources, _count_bytes)
 
 
 def _count_bytes(size: int) -> None:

@@ -19,7 +19,6 @@ from stackexp.planning.devices import (
     DEVICES,
     MIN_PARAMETERS,
     NOT_ESTIMATED,
-    Device,
     can_estimate_speed,
 )
 from stackexp.planning.memory_use import (
@@ -68,7 +67,7 @@ class TrainingPlan:
         """Throughput of all devices; None if it is not estimated, because FLOPs do not determine it."""
         if self.parameters < MIN_PARAMETERS or not can_estimate_speed(self.config):
             return None
-        return self.mfu * self._device.peak_flops * self.config.trainer.world_size / self.flops_per_token
+        return self.mfu * DEVICES[self.device].peak_flops * self.config.trainer.world_size / self.flops_per_token
 
     @property
     def hours(self) -> float | None:
@@ -107,16 +106,12 @@ class TrainingPlan:
     @property
     def usable_bytes(self) -> int:
         """Bytes per rank available to tensors."""
-        return self._device.usable_bytes
+        return DEVICES[self.device].usable_bytes
 
     @property
     def fits(self) -> bool:
         """Return True if the run fits into the device's memory."""
         return self.peak <= self.usable_bytes
-
-    @property
-    def _device(self) -> Device:
-        return DEVICES[self.device]
 
 
 def make_plan(config: ExperimentConfig, device: str = DEFAULT_DEVICE, mfu: float = DEFAULT_MFU) -> TrainingPlan:

@@ -36,11 +36,6 @@ class Job(NamedTuple):
     state: str
     reason: str
 
-    @property
-    def array_id(self) -> str:
-        """The id of the whole array."""
-        return self.id.split("_")[0]
-
 
 class Array(NamedTuple):
     """An array of workers to submit. If `is_dependent`, it starts when the earlier arrays have ended."""
@@ -61,7 +56,7 @@ def submit_workers(sweep: Sweep, max_parallel: int | None, retries: int) -> list
     if not is_available():
         raise ConfigError("--launcher slurm: sbatch not found; run this where Slurm's commands are installed")
     jobs = find_jobs(sweep)
-    lines, earlier = [], {job.array_id for job in jobs}
+    lines, earlier = [], {job.id.partition("_")[0] for job in jobs}
     for array in plan_arrays(sweep, max_parallel, jobs):
         (sweep.folder / "jobs" / name_job(sweep, array.shape)).mkdir(parents=True, exist_ok=True)
         after = [f"--dependency=afterany:{':'.join(sorted(earlier))}"] if array.is_dependent else []

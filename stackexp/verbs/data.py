@@ -194,7 +194,6 @@ def _check_mirror(parser: Parser, mirror: str) -> None:
 
 
 def _format_records(records: dict[olmo.OlmoSet, Any]) -> str:
-
     rows = []
     for olmo_set, record in records.items():
         counts = (record.tokens // olmo.INSTANCE_LENGTH, record.tokens, record.bytes)
@@ -249,7 +248,6 @@ class English(Verb):
 
 
 def _format_sizes(sources: dict[str, Any]) -> str:
-
     genres = {package["name"]: package["genre"] for package in sources["packages"]}
     rows = []
     for name, size in sources["sets"].items():
@@ -296,7 +294,6 @@ class Retokenize(Verb):
 
 
 def _format_converted(records: dict[str, Any]) -> str:
-
     rows = []
     for name, record in records.items():
         counts = (record.documents, record.tokens, record.text_bytes)
