@@ -15,15 +15,15 @@ FSDP = ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2")
 
 
 class Program:
-    """A starter of `python -m stackexp` in a folder."""
+    """A starter of `python -m stackexp`, or of another Python program, in a folder."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, *entry: object):
+        self.folder, self.entry = folder, entry or ("-m", "stackexp")
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
 
     def start(self, *arguments: object) -> subprocess.Popen:
         return subprocess.Popen(
-            [sys.executable, "-m", "stackexp", *map(str, arguments)],
+            [sys.executable, *map(str, (*self.entry, *arguments))],
             cwd=self.folder,
             env=self.environment,
             stdout=subprocess.PIPE,
@@ -71,7 +71,7 @@ def read_to_end(process: subprocess.Popen, seconds: float = 60, *, expect: int) 
         kill(process)
     assert "Traceback" not in output, output
     assert process.returncode == expect, output
-    return output, [line for line in output.splitlines() if line.strip()][-1]
+    return output, next((line for line in reversed(output.splitlines()) if line.strip()), "")
 
 
 def list_children(process: subprocess.Popen) -> list[int]:

@@ -1,14 +1,13 @@
 """A sweep of four trials in a temporary folder, and the workers that run it with fake trials."""
 
 import json
-import signal
 import subprocess
-import sys
 from functools import cached_property
 from pathlib import Path
 
 import yaml
 from conftest import TINY
+from processes import Program
 
 from stackexp.sweeps.sweep import load_sweep
 from stackexp.sweeps.trials import Trial, TrialState, get_state
@@ -47,14 +46,7 @@ class Study:
         return self.root / "letters"
 
     def start(self, *arguments: object, verb: str = "run") -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, PROGRAM, "sweep", verb, self.path, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
+        return Program(self.path.parent, PROGRAM).start("sweep", verb, self.path, *arguments)
 
     def run(self, *arguments: object, expect: int = 0, verb: str = "run") -> str:
         return self.finish([self.start(*(arguments or TWO if verb == "run" else ()), verb=verb)], expect)

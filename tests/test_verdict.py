@@ -3,16 +3,14 @@
 import json
 import math
 import re
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from processes import wait_until
+from processes import read_to_end, wait_until
 from verdict_question import SEEDS
 
-from stackexp.cli import main
 from stackexp.config.compose import build_dataclass, compose
 from stackexp.config.memory import MECHANISM
 from stackexp.config.yaml_files import read_file
@@ -71,11 +69,10 @@ def test_a_stopped_verdict_continues_and_a_diverged_trial_is_the_worst(question)
 def test_a_stop_names_the_command_that_continues(question):
     question.behavior["plain-0-seed=50-"]["wait"] = True
     question.prepare()
-    process = subprocess.Popen(question.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = question.start()
     wait_until(lambda: list(question.folder.glob("tuning/plain-0-seed=50-*/attempts")), process)
     process.terminate()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75
+    output, _ = read_to_end(process, expect=75)
     assert f"stopped; resume with: python -m stackexp verdict {question.path}" in output
     (question.folder / "go").touch()
     assert "  helps  " in question.run()
@@ -124,16 +121,11 @@ def test_two_processes_share_a_verdict(question):
     question.write(tuning={"space": {"optimizer.lr": {"values": [0.002]}}}, pairs=4)
     question.behavior["same-seed=102-"] |= {"wait": True}
     question.prepare()
-
-    def start() -> subprocess.Popen:
-        return subprocess.Popen(question.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    processes = [start(), start()]
+    processes = [question.start(), question.start()]
     wait_until(lambda: list(question.folder.glob("pairs/same-seed=102-*/attempts")), processes[0])
-    processes.append(start())
+    processes.append(question.start())
     (question.folder / "go").touch()
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    outputs = [read_to_end(process, 300, expect=0)[0] for process in processes]
     reports = {output[output.index("Verdict against") :] for output in outputs}
     assert len(reports) == 1
     assert "no effect above 0.01" in reports.pop()
@@ -286,11 +278,10 @@ def test_the_planned_pairs_find_the_effect_in_four_of_five_questions(arms, seeds
     assert 0.8 < np.mean(powers) < 0.95, "0.55 to 0.66 if the estimate counts as the truth"
 
 
-def test_a_memory_is_compared_with_its_controls(empty_folder, capsys, invoke):
+def test_a_memory_is_compared_with_its_controls(empty_folder, invoke):
     command = ["verdict", "--memory", "queue", "--config", "ablation/small", "--dry-run"]
-    assert main(command) == 0
+    printed = invoke(*command)
     path = Path("runs/verdict-small-queue/question.yaml")
-    printed = capsys.readouterr().out
     assert f"wrote {path}" in printed
     assert re.findall(r"^(\w+): \+1.\d% flops of the model with queue", printed, re.M) == ["wider_stream"]
     _, tree = read_file(path)
@@ -317,7 +308,7 @@ def test_a_memory_is_compared_with_its_controls(empty_folder, capsys, invoke):
     command = ["verdict", "--memory", "push_only", "--config", "ablation/small", "--effect", "0.02"]
     error = invoke(*command, "model.hidden_size=64", "--dry-run", expect=2)
     assert "is chosen by the verdict; set it in a config of your own" in error
-    assert main([*command, "logging.root=./sub//runs", "--dry-run"]) == 0
+    invoke(*command, "logging.root=./sub//runs", "--dry-run")
     written = Path("sub/runs/verdict-small-push_only/question.yaml").read_text()
     assert "logging.root=./sub//runs" in written
     assert "effect: 0.02" in written
@@ -349,14 +340,13 @@ def test_the_adapter_of_a_stack_differs_in_its_mechanism_only(monkeypatch, invok
 
 
 @pytest.mark.usefixtures("restored_registry")
-def test_a_memory_of_a_plugin_is_compared_with_its_controls(empty_folder):
+def test_a_memory_of_a_plugin_is_compared_with_its_controls(empty_folder, invoke):
     """The files are those that the README shows."""
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     for name in ("moving_average.py", "moving-average.yaml"):
         [code] = re.findall(rf"```\w+\n(# {name}.*?)```", readme, re.DOTALL)
         Path(name).write_text(code)
-    command = ["verdict", "--memory", "moving_average", "--config", "moving-average.yaml"]
-    assert main([*command, "--dry-run"]) == 0
+    invoke("verdict --memory moving_average --config moving-average.yaml --dry-run")
     tree = yaml.safe_load(Path("runs/verdict-moving-average-moving_average/question.yaml").read_text())
     assert {"name": "moving_average"} in tree["arms"]
     assert {"name": "adapter", "model.memory": "adapter"} in tree["arms"]

@@ -3,11 +3,11 @@
 import json
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import yaml
 from conftest import TINY
+from processes import Program, read_to_end
 
 from stackexp.sweeps.verdict import Question as LoadedQuestion
 from stackexp.sweeps.verdict import load_verdicts
@@ -48,10 +48,6 @@ class Question:
     def keep_arms(self, *names: str) -> None:
         self.write(arms=[arm for arm in self.keys["arms"] if arm["name"] in names])
 
-    @property
-    def command(self) -> list[str]:
-        return [sys.executable, str(PROGRAM), "verdict", str(self.path), "--max-parallel", "2"]
-
     def prepare(self) -> None:
         """Write the behavior of the fake trials."""
         for stage in ("tuning", "pairs"):
@@ -60,9 +56,13 @@ class Question:
 
     def run(self, *arguments: str, expect: int = 0) -> str:
         self.prepare()
-        done = subprocess.run([*self.command, *arguments], capture_output=True, text=True, timeout=300)
-        assert done.returncode == expect, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        output, _ = read_to_end(self.start(*arguments), 300, expect=expect)
+        return output
+
+    def start(self, *arguments: str) -> subprocess.Popen:
+        """Start a verdict whose behavior has been written."""
+        program = Program(self.path.parent, PROGRAM)
+        return program.start("verdict", self.path, "--max-parallel", 2, *arguments)
 
     def load(self) -> LoadedQuestion:
         return load_verdicts(self.path)[0]
