@@ -56,7 +56,7 @@ def test_the_loss_at_each_position_is_that_of_plain_forward_passes(run, tmp_path
     )
 
 
-def test_other_commands_do_not_take_the_file_for_scores_of_sets(run, tmp_path, capsys):
+def test_other_commands_do_not_take_the_file_for_scores_of_sets(run, tmp_path):
     """It has the losses of V2's sets by position, but no mean loss."""
     write_set(tmp_path / "long.npy", 8 * CONTEXT)
     for checkpoint in ("last", "00000008"):

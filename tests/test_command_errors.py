@@ -86,9 +86,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("command", "message"), MISTAKES.items())
-def test_a_mistake_is_one_line(command, message, empty_folder, tmp_path, capsys):
-    assert cli.main(shlex.split(command)) == 2
-    output = capsys.readouterr()
+def test_a_mistake_is_one_line(command, message, empty_folder, tmp_path, capture):
+    output = capture(*shlex.split(command), expect=2)
     assert output.out == ""
     assert output.err.startswith(f"error: {message}")
     assert output.err.count("\n") == 1

@@ -52,7 +52,7 @@ def test_one_key_is_explained(invoke):
     )
 
 
-def test_a_section_is_a_table_of_its_keys_and_the_end_of_a_key_is_enough(capsys):
+def test_a_section_is_a_table_of_its_keys_and_the_end_of_a_key_is_enough():
     header, _, *rows = explain("trainer").splitlines()
     assert header.split() == ["key", "kind", "default", "description"]
     assert all(row.startswith("trainer.") for row in rows)

@@ -30,7 +30,7 @@ def test_copied_files_exist_and_are_not_ignored():
     assert not ignored & {"stackexp", "configs", "sweeps", ".git"}
 
 
-def test_images_run_commands_that_exist(capsys):
+def test_images_run_commands_that_exist():
     """The Python of the image, the default command, and the check of `apptainer build`."""
     from stackexp.cli import main
 

@@ -185,13 +185,12 @@ def test_tensorboard_has_the_scores_at_the_checkpoint_step(fitted, group, capsys
     assert f"note: {fitted.path} is in use, so TensorBoard does not get the scores" in capsys.readouterr().err
 
 
-def test_json_is_all_that_is_printed(fitted, capsys):
-    assert main(["validate", "--run", str(fitted.path), "--sets", "left", "--json"]) == 0
-    printed = capsys.readouterr()
+def test_json_is_all_that_is_printed(fitted, capture):
+    printed = capture("validate --sets left --json --run", fitted.path)
     assert json.loads(printed.out) == read_json(fitted.path / "validate-left.json")
     assert "average of sets" in printed.err
-    for options in (["--config", "x", "--ckpt_path", "y"], ["--run", str(fitted.path), "--by_position"]):
-        assert main(["validate", *options, "--json"]) == 2
+    capture("validate --json --config x --ckpt_path y", expect=2)
+    capture("validate --json --by_position --run", fitted.path, expect=2)
 
 
 def test_sets_can_be_given_on_the_command_line(fitted, corpus, empty_folder, tmp_path, monkeypatch, caplog):
@@ -403,11 +402,10 @@ def test_different_options_use_separate_output_files(fitted, tmp_path, monkeypat
         ("--ckpt_path nowhere", 1, "nowhere: no such checkpoint; give a folder in a run's checkpoints/"),
     ],
 )
-def test_errors_are_one_line(fitted, empty_folder, capsys, options, code, message):
+def test_errors_are_one_line(fitted, empty_folder, capture, options, code, message):
     np.array([1, 50_279] * 99, "<u2").tofile("large.npy")
     Path("odd.npy").write_bytes(b"abc")
-    assert main(["validate", "--run", str(fitted.path), *options.split()]) == code
-    printed = capsys.readouterr()
+    printed = capture(f"validate {options} --run", fitted.path, expect=code)
     assert printed.out == ""
     assert printed.err.startswith(f"error: {message}")
     assert printed.err.count("\n") == 1

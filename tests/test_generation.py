@@ -10,7 +10,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from stackexp.cli import main
 from stackexp.config.memory import (
     AttentionResidualConfig,
     HyperConnectionsConfig,
@@ -192,10 +191,8 @@ def test_top_p_keeps_the_smallest_set_with_the_probability(logits, top_p):
     assert (kept[drawn] > 0).all()
 
 
-def test_generate_prints_what_a_loaded_run_generates(trained, capsys):
-    options = ("--prompt", "def", "--max_new_tokens", "4", "--seed", "7")
-    assert main(["generate", "--run", str(trained), *options]) == 0
-    printed = capsys.readouterr()
+def test_generate_prints_what_a_loaded_run_generates(trained, capture):
+    printed = capture("generate --prompt def --max_new_tokens 4 --seed 7 --run", trained)
     expected = load_run(trained, "last").generate("def", max_new_tokens=4, seed=7)
     assert (printed.out, printed.err) == (expected + "\n", "")
     assert expected.startswith("def")

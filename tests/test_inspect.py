@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from corpora import TEXTS, json_lines, prepare_set
 
-from stackexp.cli import main
 from stackexp.data.inspection import measure_documents
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import write_token_file
@@ -35,15 +34,19 @@ def copy(prepared, tmp_path) -> Path:
     return shutil.copytree(prepared, tmp_path / "set")
 
 
-def inspect(capsys, path: Path, *options: object, code: int = 0) -> dict:
-    """Return the JSON output of `data inspect` for one dataset."""
-    assert main(["data", "inspect", str(path), "--json", *map(str, options)]) == code
-    [found] = json.loads(capsys.readouterr().out)
-    return found
+@pytest.fixture
+def inspect(capture):
+    """`inspect(path, *options)` returns the JSON output of `data inspect` for one dataset."""
+
+    def run(path: Path, *options: object, code: int = 0) -> dict:
+        [found] = json.loads(capture("data inspect --json", path, *options, expect=code).out)
+        return found
+
+    return run
 
 
-def test_counts_lengths_and_samples_of_a_prepared_set(prepared, capsys):
-    found = inspect(capsys, prepared, "--samples", 2)
+def test_counts_lengths_and_samples_of_a_prepared_set(prepared, inspect):
+    found = inspect(prepared, "--samples", 2)
     token_set, tokenizer = TokenSet(prepared), load_tokenizer(prepared / "tokenizer.json")
     lengths = [len(tokenizer.encode(text).ids) + 1 for text in DOCUMENTS]
     expected = {
@@ -66,8 +69,8 @@ def test_counts_lengths_and_samples_of_a_prepared_set(prepared, capsys):
     for location, text in found["samples"].items():
         index = int(location.removeprefix("sequence ").replace(",", ""))
         assert text == tokenizer.decode(token_set[index].tolist(), skip_special_tokens=False)
-    assert inspect(capsys, prepared, "--samples", 2) == found
-    assert inspect(capsys, prepared, "--samples", 2, "--seed", 1)["samples"] != found["samples"]
+    assert inspect(prepared, "--samples", 2) == found
+    assert inspect(prepared, "--samples", 2, "--seed", 1)["samples"] != found["samples"]
 
 
 def test_text_output(prepared, invoke):
@@ -77,11 +80,11 @@ def test_text_output(prepared, invoke):
     assert "DAMAGED" not in printed
 
 
-def test_replaced_tokenizer_and_damaged_shards_are_reported(copy, capsys):
+def test_replaced_tokenizer_and_damaged_shards_are_reported(copy, inspect, capture):
     other = json.loads((copy / "tokenizer.json").read_text())
     other["added_tokens"][0]["lstrip"] = True
     (copy / "tokenizer.json").write_text(json.dumps(other))
-    found = inspect(capsys, copy, code=1)
+    found = inspect(copy, code=1)
     assert "not the tokenizer the set was made with" in found["damage"][0]
     assert found["checked"] == found["shards"]
     index = json.loads((copy / "index.json").read_text())
@@ -92,22 +95,21 @@ def test_replaced_tokenizer_and_damaged_shards_are_reported(copy, capsys):
     shards[1].write_bytes(data)
     shards[2].unlink()
     shards[3].write_bytes(shards[3].read_bytes() + b"x")
-    assert main(["data", "inspect", str(copy), "--samples", "1000"]) == 1
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if ".mds" in line and "DAMAGED" in line]
+    printed = capture("data inspect --samples 1000", copy, expect=1).out
+    lines = [line.strip() for line in printed.splitlines() if ".mds" in line and "DAMAGED" in line]
     reasons = ("cut short: ", CHANGED, "missing", "too long: ")
     for line, shard, reason in zip(lines, shards[:4], reasons, strict=True):
         assert line.startswith(f"DAMAGED {shard}: {reason}")
 
 
-def test_datasets_in_a_folder_are_inspected_one_by_one(prepared, tmp_path, capsys):
+def test_datasets_in_a_folder_are_inspected_one_by_one(prepared, tmp_path, capture):
     shutil.copytree(prepared, tmp_path / "all" / "first")
     np.zeros(5, "<u2").tofile(tmp_path / "all" / "second.npy")
     (tmp_path / "all" / "third.txt").write_text("text")
     next((tmp_path / "all" / "first").rglob("*.mds")).unlink()
     (tmp_path / "all" / "other").mkdir()
     (tmp_path / "all" / "other" / "index.json").write_text('{"shards": [{"column_names": [], "samples": 1}]}')
-    assert main(["data", "inspect", str(tmp_path / "all"), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capture("data inspect --json", tmp_path / "all", expect=1).out)
     assert [(Path(one["path"]).name, one["kind"], len(one["damage"])) for one in found] == [
         ("first", "prepared set", 1),
         ("other", "cannot be read", 1),
@@ -145,28 +147,28 @@ def ids(prepared) -> list[list[int]]:
     return [[*tokenizer.encode(text).ids, 0] for text in DOCUMENTS]
 
 
-def test_token_file_without_a_record(prepared, ids, tmp_path, capsys):
+def test_token_file_without_a_record(prepared, ids, tmp_path, inspect):
     tokens = np.concatenate(ids)
     tokens.astype("<u2").tofile(tmp_path / "a.npy")
-    found = inspect(capsys, tmp_path / "a.npy", "--tokenizer", prepared / "tokenizer.json", "--samples", 1)
+    found = inspect(tmp_path / "a.npy", "--tokenizer", prepared / "tokenizer.json", "--samples", 1)
     assert (found["tokens"], found["documents"], found["largest_id"]) == (len(tokens), len(ids), tokens.max())
     assert (found["checked"], found["damage"]) == (0, [])
     np.full(9, 400, "<u2").tofile(tmp_path / "large.npy")
-    found = inspect(capsys, tmp_path / "large.npy", "--tokenizer", prepared / "tokenizer.json", code=1)
+    found = inspect(tmp_path / "large.npy", "--tokenizer", prepared / "tokenizer.json", code=1)
     assert "token id 400 is outside the vocabulary of 400" in found["damage"][0]
 
 
-def test_token_file_is_verified_by_its_record(prepared, ids, tmp_path, capsys):
+def test_token_file_is_verified_by_its_record(prepared, ids, tmp_path, inspect):
     fingerprint, path = compute_fingerprint(load_tokenizer(prepared / "tokenizer.json")), tmp_path / "a.npy"
     record = {"vocab_size": 400, "tokenizer": fingerprint, "source": "here", "end_of_text": 0, "text_bytes": 5}
     write_token_file(path, [np.concatenate(ids)], **record)
-    found = inspect(capsys, path)
+    found = inspect(path)
     assert (found["checked"], found["documents"], found["bytes"]) == (1, len(ids), 5)
     assert found["longest"] == max(map(len, ids))
     path.write_bytes(b"\1" + path.read_bytes()[1:])
-    assert "the SHA-256 differs from the record" in inspect(capsys, path, code=1)["damage"][0]
+    assert "the SHA-256 differs from the record" in inspect(path, code=1)["damage"][0]
     path.write_bytes(b"\1\2")
-    assert "a.npy: 2 bytes" in inspect(capsys, path, code=1)["damage"][0]
+    assert "a.npy: 2 bytes" in inspect(path, code=1)["damage"][0]
 
 
 # Lengths

@@ -130,7 +130,7 @@ def test_modified_runs_have_the_same_weights_and_another_memory(trained):
         run.modify(head_dim=8)
 
 
-def test_an_edited_config_is_warned_about(trained, tmp_path, caplog, capsys):
+def test_an_edited_config_is_warned_about(trained, tmp_path, caplog):
     run = shutil.copytree(trained, tmp_path / trained.name)
     stackexp.load_run(run).modify(read_mask="log")
     assert not caplog.messages

@@ -3,7 +3,6 @@
 import pytest
 from test_cost import STACKS, small
 
-from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.config.layers import list_config_names
 from stackexp.planning import memory_use
@@ -42,10 +41,9 @@ def test_speed_is_estimated_for_large_models_on_gpus():
         assert (plan.tokens_per_second, plan.hours, plan.gpu_hours) == (None, None, None)
 
 
-def test_out_of_memory_is_one_line_after_the_table(capsys, monkeypatch):
+def test_out_of_memory_is_one_line_after_the_table(capture, monkeypatch):
     monkeypatch.setitem(DEVICES, "a100", Device("A100", 312e12, 0.01))
-    assert main(["plan", *TINY, "--device", "a100"]) == 1
-    output, error = capsys.readouterr()
+    output, error = capture("plan", *TINY, "--device", "a100", expect=1)
     assert "memory per rank" in output
     assert "exceeds the usable 9.63 MiB by " in error
     assert (error.startswith("error: plan: "), "--device h200" in error, error.count("\n")) == (True, True, 1)
@@ -57,8 +55,8 @@ LARGE.remove("ablation/small")  # its batch of 4,096 tokens is for one device
 
 @pytest.mark.slow  # 15 plans
 @pytest.mark.parametrize("name", LARGE)
-def test_large_configs_fit_on_eight_80_gb_devices(name, capsys):
-    assert main(["plan", "--config", name, "trainer=fsdp"]) == 0, capsys.readouterr().err
+def test_large_configs_fit_on_eight_80_gb_devices(name, invoke):
+    invoke("plan trainer=fsdp --config", name)
 
 
 def test_formal_language_plan_uses_actual_string_lengths(invoke):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from language_runs import finish, write_run
 
-from stackexp.cli import main
 from stackexp.evaluation.scores import write_chunk_losses
 from stackexp.files import read_hashed_json, write_hashed_json
 from stackexp.frame import load_runs
@@ -46,20 +45,20 @@ def test_reports_read_copies_like_the_runs(runs, invoke):
     assert "no finished runs; give folders with a result.json" in error
 
 
-def test_copies_keep_the_names_of_arms(runs):
+def test_copies_keep_the_names_of_arms(runs, invoke):
     identifier = "20261123-210406-08a1"
     for path in (f"a/{identifier}", f"b/{identifier}", "c/seed=0-0123abcd", "mine", "nested/d-seed=0-0123abcd"):
         finish(write_run(runs / path), 3.0)
     shutil.rmtree(runs / "transformer-seed=0-0123abc0")
-    assert main(["runs", "copy", "runs", "--to", "copies"]) == 0
+    invoke("runs copy runs --to copies")
     arms = load_runs("runs").query("state == 'finished'")["arm"]
     assert sorted(load_runs("copies")["arm"]) == sorted(arms) == ["a", "b", "c", "d", "mine", "stacktrans"]
     assert Path("copies", "a", identifier, "result.json").is_file()
-    assert main(["runs", "copy", "runs/a", "--to", "other/a"]) == 0
+    invoke("runs copy runs/a --to other/a")
     assert Path("other", "a", identifier, "result.json").is_file()
 
 
-def test_copies_have_tests_but_no_validations_of_other_runs(runs):
+def test_copies_have_tests_but_no_validations_of_other_runs(runs, invoke):
     run = runs / "stacktrans-seed=0-0123abc1"
     record = read_hashed_json(run / "validate.json", "")
     for name in ("test.json", "test-to-500-every-9-of-512.json"):  # of a formal language; `report formal` reads both
@@ -69,7 +68,7 @@ def test_copies_have_tests_but_no_validations_of_other_runs(runs):
     (run / "interventions.json").write_text("{}")
     write_chunk_losses(run / "result.json", "held-out", np.ones((2, 2)))
     write_chunk_losses(run / "validate-other.json", "held-out", np.ones((2, 2)))
-    assert main(["runs", "copy", str(run), "--to", "copies"]) == 0
+    invoke("runs copy", run, "--to", "copies")
     names = {path.name for path in Path("copies", run.name).iterdir()}
     tests = {"test.json", "test-to-500-every-9-of-512.json"}
     assert {*tests, "validate.json", "validate.chunks", "result.chunks", "interventions.json"} <= names
@@ -110,7 +109,7 @@ def test_a_pipe_among_the_losses_of_chunks_is_one_line(runs, invoke):
     assert error.endswith("held-out.npy: not a regular file; replace it by one")
 
 
-def test_tables_of_a_document_are_replaced(runs, capsys, invoke):
+def test_tables_of_a_document_are_replaced(runs, invoke):
     command = "python -m stackexp report ablation runs --markdown --tables"
     document = Path("results.md")
     form = "<!-- {command} -->\n{table}<!-- end of report -->\n"
@@ -119,9 +118,7 @@ def test_tables_of_a_document_are_replaced(runs, capsys, invoke):
     printed = invoke(*command.split()[3:])
     assert "| stacktrans" in printed
     assert "- Losses are means" not in printed, "--tables prints no notes"
-    tables = [(main([*command.split()[3:], str(i)]), capsys.readouterr().out) for i in (1, 2)]
-    assert [code for code, _ in tables] == [0, 0]
-    assert printed == "\n".join(text for _, text in tables)
+    assert printed == "\n".join(invoke(*command.split()[3:], i) for i in (1, 2))
     assert "--tables 3: the report has 2 tables" in invoke(*command.split()[3:], "3", expect=2)
     trains = "python -m stackexp verdict mine.yaml"
     Path("other.md").write_text(form.format(command=trains, table="old\n"))

@@ -8,7 +8,6 @@ import language_runs
 import pytest
 from formal_runs import write_run
 
-from stackexp.cli import main
 from stackexp.errors import RunError
 from stackexp.evaluation.scores import format_scores
 from stackexp.files import append_json_line
@@ -70,7 +69,7 @@ def format_comparison(runs) -> list[str]:
     return format_report(build_comparison(runs, different_data=True), "markdown").splitlines()[2:]
 
 
-def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys, invoke):
+def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, invoke):
     folders = []
     bigrams = {"loss": 4.0, "perplexity": 54.6}
     for name, loss in {"one": 2, "two": 1}.items():
@@ -89,8 +88,7 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys, invoke):
     assert rows[3].split()[1] == "two"
     assert [row.split("|")[1].strip() for row in rows[4:]] == ["bigram counts"], "one row for the same tokens"
     assert "4.000 / 54.60" in rows[4]
-    assert main(["report", "compare", str(tmp_path), "--different-data"]) == 0, "a folder of runs"
-    assert len(capsys.readouterr().out.splitlines()) == 7
+    assert len(invoke("report compare --different-data", tmp_path).splitlines()) == 7, "a folder of runs"
     error = invoke("report compare", tmp_path, expect=1)
     assert "trained on other data than" in error
     assert "report ablation" not in error

@@ -80,7 +80,7 @@ def test_run_without_our_marker_is_refused(config, unfinished, marker):
     assert unfinished.config.exists()
 
 
-def test_folder_of_the_user_with_the_names_of_a_run_is_not_touched(config, tmp_path, capsys):
+def test_folder_of_the_user_with_the_names_of_a_run_is_not_touched(config, tmp_path):
     folder = tmp_path / "mine"
     (folder / "checkpoints" / ".0keep").mkdir(parents=True)
     (folder / "config.yaml").write_text("name: mine\n")
@@ -126,14 +126,13 @@ def test_a_branch_that_has_saved_nothing_starts_again_from_its_parent(config, tr
 
 
 @pytest.mark.parametrize("origin", [5, "x", [1], {"is_branch": True}, {"path": 5, "is_branch": True}])
-def test_a_damaged_origin_is_one_line(config, unfinished, origin, capsys):
+def test_a_damaged_origin_is_one_line(config, unfinished, origin, capture):
     sessions = [session | {"origin": origin} for session in unfinished.read_sessions()]
     unfinished.environment.write_text(json.dumps(sessions))
     shutil.rmtree(unfinished.checkpoints)
     assert "environment.json: the origin of a session is " in get_error(config, None, str(unfinished.path))
-    for command in (["show"], ["list"]):
-        assert main(["runs", *command, str(unfinished.path)]) == 0
-        assert "Traceback" not in capsys.readouterr().err
+    for command in ("show", "list"):
+        assert "Traceback" not in capture("runs", command, unfinished.path).err
 
 
 def test_checkpoints_that_another_process_saved_meanwhile_are_kept(config, unfinished):
@@ -265,11 +264,11 @@ def test_a_state_without_a_position_in_the_data_is_reported_in_one_line(unfinish
     assert "lacks its position in the training data" in line
 
 
-def test_another_version_of_lightning_is_named(unfinished, capsys):
+def test_another_version_of_lightning_is_named(unfinished, capture):
     path = unfinished.checkpoints / "00000012"
     tokenizer, state = read_manifest(path)["tokenizer"], torch.load(path / "state.pt", weights_only=True)
     torch.save(state | {"pytorch-lightning_version": "2.0.1"}, path / "state.pt")
     (path / "validation.json").unlink()
     write_manifest(path, 12, tokenizer)
-    assert main(["fit", "--run", str(unfinished.path)]) == 0
-    assert f"saved with Lightning 2.0.1, not {pl.__version__}; if this fails, install 2.0.1" in capsys.readouterr().err
+    warning = f"saved with Lightning 2.0.1, not {pl.__version__}; if this fails, install 2.0.1"
+    assert warning in capture("fit --run", unfinished.path).err

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from config_files import build_sweep, finish_trial
 
-from stackexp import cli
 from stackexp.frame import read_run
 from stackexp.planning import cost
 from stackexp.reports import grid
@@ -15,56 +14,52 @@ from stackexp.sweeps import is_run_as_fit
 from stackexp.sweeps.sweep import load_sweep
 from stackexp.tables import ABSENT
 
+RESULTS = "sweep results study.yaml --tables"
 H, S = "model.memory.num_heads", "model.memory.num_slots"
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
-def read_lines(capsys) -> list[list[str]]:
-    return [line.split() for line in capsys.readouterr().out.splitlines()]
+@pytest.fixture
+def read_lines(invoke):
+    """`read_lines(command)` returns the words of each line that it prints."""
+    return lambda command: [line.split() for line in invoke(command).splitlines()]
 
 
-def read_results(capsys) -> list[list[str]]:
-    """Return the words of the table that `sweep results` prints."""
-    assert cli.main(["sweep", "results", "study.yaml", "--tables"]) == 0
-    return read_lines(capsys)[2:]
-
-
-def test_results_are_grouped_over_seeds_and_sorted(capsys):
+def test_results_are_grouped_over_seeds_and_sorted(read_lines):
     sweep = build_sweep(grid={H: [1, 2, 4]}, seeds=[0, 1])
     for trial, loss in zip(sweep.trials, [3.0, 3.2, 2.0, 2.4, 2.9], strict=False):
         finish_trial(trial, loss)
-    rows = read_results(capsys)
+    rows = read_lines(RESULTS)[2:]
     assert rows[0][:4] == ["trial", "average.loss", "±", "std"]
     assert rows[2][:5] == ["H=2", "2.2000", "±", "0.2828", "1.7000"]
     assert [row[0] for row in rows[2:]] == ["H=2", "H=4", "H=1"]
     assert rows[3][1:3] == ["2.9000", "2.4000"]  # one seed so far, and no deviation
 
 
-def test_only_the_seed_is_removed_from_the_names(capsys):
+def test_only_the_seed_is_removed_from_the_names(read_lines):
     sweep = build_sweep(list=[{"name": "tiny"}], grid={"seed": [0, 1], "data.shuffle_seed": [10, 2]})
     for trial in sweep.trials:
         finish_trial(trial, 3.0)
-    assert [row[0] for row in read_results(capsys)[2:]] == ["tiny-shuffle_seed=10", "tiny-shuffle_seed=2"]
+    assert [row[0] for row in read_lines(RESULTS)[4:]] == ["tiny-shuffle_seed=10", "tiny-shuffle_seed=2"]
     finish_trial(build_sweep(seeds=[3]).trials[0], 3.0)
-    assert read_results(capsys)[2][0] == "trial"
+    assert read_lines(RESULTS)[4][0] == "trial"
 
 
-def test_bigram_counts_are_the_last_row(capsys, monkeypatch):
+def test_bigram_counts_are_the_last_row(read_lines, monkeypatch):
     folders = []
     monkeypatch.setattr(grid, "read_run", lambda folder: folders.append(folder) or read_run(folder))
     sweep = build_sweep(grid={H: [1, 2]}, seeds=[0, 1])
     for trial, loss in zip(sweep.trials, [3.0, 3.2, 2.0], strict=False):
         bigrams = {"sets": {}, "average": {"loss": 4.0 + trial.values["seed"]}}
         finish_trial(trial, loss, bigrams=bigrams, tokens=1024)
-    assert read_results(capsys)[-1] == ["bigram", "counts", "4.5000", *[ABSENT] * 4]
+    assert read_lines(RESULTS)[-1] == ["bigram", "counts", "4.5000", *[ABSENT] * 4]
     assert len(folders) == len(set(folders)), "each run is read once"
-    assert cli.main(["report", "grid", "study.yaml"]) == 0
-    assert ["bigram", "counts", "4.5000", *[ABSENT] * 4] in read_lines(capsys)
+    assert ["bigram", "counts", "4.5000", *[ABSENT] * 4] in read_lines("report grid study.yaml")
     finish_trial(sweep.trials[-1], 2.0, bigrams=bigrams, tokens=2048)
-    assert read_results(capsys)[-1][:4] == ["bigram", "counts", "(data", "of"]
+    assert read_lines(RESULTS)[-1][:4] == ["bigram", "counts", "(data", "of"]
 
 
-def test_objective_may_be_missing_or_maximized(capsys, invoke):
+def test_objective_may_be_missing_or_maximized(read_lines, invoke):
     sweep = build_sweep(grid={H: [1, 2]}, objective="average.accuracy", direction="maximize")
     assert "no finished trials yet" in invoke("sweep results study.yaml", expect=1)
     finish_trial(sweep.trials[0], 2.0)
@@ -72,7 +67,7 @@ def test_objective_may_be_missing_or_maximized(capsys, invoke):
     assert "objective average.accuracy: result.json has no 'accuracy'; it has loss" in error
     build_sweep(grid={H: [1, 2]}, objective="train_loss.last_20_steps", direction="maximize")
     finish_trial(sweep.trials[1], 3.0, average={})
-    assert [row[0] for row in read_results(capsys)[2:]] == ["H=2", "H=1"]
+    assert [row[0] for row in read_lines(RESULTS)[4:]] == ["H=2", "H=1"]
 
 
 def test_figures_fix_the_other_keys_at_the_center(tmp_path):
@@ -94,7 +89,7 @@ def test_trials_without_an_objective_are_named(invoke):
     assert f"- left out: {sweep.trials[1].name}: objective average.loss: expected a number" in printed
 
 
-def test_status_shows_states_and_causes(capsys):
+def test_status_shows_states_and_causes(read_lines):
     sweep = build_sweep(grid={H: [1, 2, 4, 8]})
     done, failed, stopped, _ = sweep.trials
     finish_trial(done, 2.5)
@@ -103,8 +98,7 @@ def test_status_shows_states_and_causes(capsys):
         trial.folder.metrics.write_text('{"step": 7, "tokens": 1, "time": 0, "train/loss": 3.25}\n{"step": 8')
     failure = {"exit_code": 1, "cause": "no space left", "attempts": 2, "forgiven": 0, "time": "", "tried_again": False}
     failed.failure.write_text(json.dumps(failure))
-    assert cli.main(["sweep", "status", "study.yaml"]) == 0
-    rows = read_lines(capsys)
+    rows = read_lines("sweep status study.yaml")
     assert rows[2][1:] == ["done", "300/300", "2.5000", "1"]
     assert rows[3][1:] == ["failed", "7/300", "3.250", "2", "no", "space", "left"]
     assert rows[4][1:] == ["stopped", "7/300", "3.250", "1"]
@@ -119,12 +113,11 @@ def test_status_uses_the_overrides_of_the_last_run(invoke):
     assert "1 done" in invoke("sweep status study.yaml")
 
 
-def test_dry_run_estimates_the_cost_and_writes_no_files(capsys, monkeypatch):
+def test_dry_run_estimates_the_cost_and_writes_no_files(read_lines, monkeypatch):
     sweep = build_sweep(grid={H: [1, 2]})
     finish_trial(sweep.trials[0], 2.5)
     before = sorted(Path().rglob("*"))
-    assert cli.main(["sweep", "run", "study.yaml", "--dry-run"]) == 0
-    rows = read_lines(capsys)
+    rows = read_lines("sweep run study.yaml --dry-run")
     assert rows[2][1:4] == ["done", "300", "1,228,800"]
     assert rows[3][1:4] == ["waiting", "300", "1,228,800"]
     assert rows[2][4:] == rows[3][4:] == ["\u2013", "\u2013"]
@@ -132,16 +125,14 @@ def test_dry_run_estimates_the_cost_and_writes_no_files(capsys, monkeypatch):
     assert sorted(Path().rglob("*")) == before
 
     monkeypatch.setattr(cost, "MIN_PARAMETERS", 0)
-    assert cli.main(["sweep", "run", "study.yaml", "--dry-run", "trainer.accelerator=auto"]) == 0
-    rows = read_lines(capsys)
+    rows = read_lines("sweep run study.yaml --dry-run trainer.accelerator=auto")
     assert float(rows[2][4]) > 0
     assert rows[3][5] == rows[3][4]
     build_sweep(search={"trials": 5, "space": {H: {"values": [1, 2]}}})
-    assert cli.main(["sweep", "run", "study.yaml", "--dry-run"]) == 0
-    assert read_lines(capsys)[2][:4] == ["5", "more", "not", "chosen"]
+    assert read_lines("sweep run study.yaml --dry-run")[2][:4] == ["5", "more", "not", "chosen"]
 
 
-def test_errors_of_the_command_line(capsys):
+def test_errors_of_the_command_line(invoke):
     build_sweep(grid={H: [1]})
     errors = {
         "sweep run seed=1": "unknown sweep 'seed=1'",
@@ -150,9 +141,7 @@ def test_errors_of_the_command_line(capsys):
         "sweep run study.yaml trainer.accelerator=cpu trainer.num_nodes=2": "--launcher slurm",
     }
     for line, expected in errors.items():
-        assert cli.main(line.split()) == 2, line
-        error = capsys.readouterr().err
-        assert expected in error, error
+        assert expected in invoke(line, expect=2)
     assert not Path("runs").exists()
 
 

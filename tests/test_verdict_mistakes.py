@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from stackexp.cli import main
 from stackexp.errors import ConfigError
 from stackexp.files import read_json, write_hashed_json
 from stackexp.runs import hash_plugins
@@ -52,14 +51,14 @@ def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, invoke
     assert "1 pairs: the two runs had different CPUs or versions of torch" in printed
 
 
-def test_pairs_on_cpus_need_no_equal_gpus(question):
+def test_pairs_on_cpus_need_no_equal_gpus(question, invoke):
     """A visible GPU is not used with trainer.accelerator=cpu."""
     question.keep_arms("plain", "same")
     question.write(tuning=None, pairs=4, overrides=["trainer.accelerator=cpu"])
     question.run()
     (path,) = question.folder.glob("pairs/same-seed=101-*/environment.json")
     path.write_text(path.read_text().replace('["card"]', "[]"))
-    assert main(["verdict", str(question.path), "--report"]) == 0
+    invoke("verdict --report", question.path)
 
 
 def test_pairs_that_were_scored_on_other_data_are_refused(question, invoke):
@@ -112,7 +111,7 @@ def test_a_changed_plugin_is_refused(question, empty_folder, tmp_path, invoke, p
         assert "mine.py: changed since" in invoke("verdict", question.path, *command, expect=2)
 
 
-def test_the_plan_holds_for_one_config_and_one_version(question, capsys, invoke):
+def test_the_plan_holds_for_one_config_and_one_version(question, invoke):
     question.keep_arms("plain", "same")
     question.write(tuning=None, pairs=4)
     question.run()
@@ -122,9 +121,8 @@ def test_the_plan_holds_for_one_config_and_one_version(question, capsys, invoke)
     assert config.read_text() != before
     assert "the config of plain, same changed since" in invoke("verdict", question.path, "--report", expect=2)
     config.write_text(before)
-    assert main(["verdict", str(question.path), "--report"]) == 0
     note = "3 pairs: training data not compared; data.jsonl is missing or has no common step"
-    assert note in " ".join(capsys.readouterr().out.split())
+    assert note in " ".join(invoke("verdict --report", question.path).split())
     plan = question.folder / "verdict.json"
     written = json.loads(plan.read_text())
     plan.write_text(json.dumps(written | {"seeds": written["seeds"][:3]}))

@@ -9,7 +9,6 @@ from forks import Forks
 from records import only_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stackexp.cli import main
 from stackexp.config.compose import load_config
 
 
@@ -92,7 +91,7 @@ def test_inspect_a_formal_language(tmp_path):
         assert f"error: inspect: {message}" in forks.run("inspect", "--run", run.path, *options, expect=2)
 
 
-def test_short_sets_are_inspected_without_padding(trained, tmp_path, capsys, invoke):
+def test_short_sets_are_inspected_without_padding(trained, tmp_path, invoke):
     """Chunks have 32 tokens; a set of at most one chunk is one sequence, like a text."""
     text = "def f(x): return x"
     for name, content in (("one", text), ("two", "import os; " * 8)):
@@ -100,10 +99,10 @@ def test_short_sets_are_inspected_without_padding(trained, tmp_path, capsys, inv
         (tmp_path / name / "a.md").write_text(content)
 
     def inspect(*options):
-        assert main(["inspect", "--run", str(trained), "--out", str(tmp_path / "out"), *map(str, options)]) == 0
+        printed = invoke("inspect --run", trained, "--out", tmp_path / "out", *options)
         page = (tmp_path / "out" / "tokens.html").read_text()
         record = json.loads((tmp_path / "out" / "inspect.json").read_text())
-        return record | json.loads(page.partition("const data = ")[2].partition(";\n")[0]), capsys.readouterr().out
+        return record | json.loads(page.partition("const data = ")[2].partition(";\n")[0]), printed
 
     record, printed = inspect("--set", f"mine={tmp_path}/one")
     assert "interventions" not in record
@@ -124,11 +123,10 @@ def test_short_sets_are_inspected_without_padding(trained, tmp_path, capsys, inv
     assert error.endswith("do not fill one chunk of data.context_length 32; use a longer text")
 
 
-def test_the_errors_name_the_option_of_the_command(trained, capsys, invoke):
+def test_the_errors_name_the_option_of_the_command(trained, invoke):
     unknown = "--set: no set 'nope' in data.validation; available: v2, v3, left, right (or give NAME=PATH)"
     assert invoke("inspect --run", trained, "--set", "nope", expect=2) == f"error: {unknown}"
     error = invoke("report actions", trained, "--set", "nope", expect=1)
     assert error == f"error: {trained}: skipped {trained}: {unknown}"
-    assert main(["report", "actions", str(trained)]) == 1
     found = "a study of layers requires 3 stacks, found 2; use more layers"
-    assert capsys.readouterr().err == f"error: {trained}: skipped {trained}: {found}\n"
+    assert invoke("report actions", trained, expect=1) == f"error: {trained}: skipped {trained}: {found}"
