@@ -11,6 +11,7 @@ from pathlib import Path
 import interpreter
 import pytest
 import yaml
+from forks import Forks
 from processes import Program
 from slurm import Slurm, explain_missing
 
@@ -236,6 +237,11 @@ def restored_signals() -> Iterator[None]:
 @pytest.fixture
 def program(tmp_path) -> Program:
     return Program(tmp_path)
+
+
+@pytest.fixture
+def forks(tmp_path) -> Forks:
+    return Forks(tmp_path)
 
 
 @pytest.fixture(scope="session")

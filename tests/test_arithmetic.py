@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forks import Forks
 from language_runs import finish, write_run
 from records import losses, only_run
 from safetensors.torch import save_file
@@ -105,8 +104,7 @@ def test_mistakes_are_one_line():
 
 
 @pytest.mark.process
-def test_a_run_resumes_exactly_and_its_accuracy_is_that_of_generation(tmp_path, monkeypatch, invoke):
-    forks = Forks(tmp_path)
+def test_a_run_resumes_exactly_and_its_accuracy_is_that_of_generation(forks, tmp_path, monkeypatch, invoke):
     steps = ("trainer.max_steps=60", "trainer.val_check_interval=60", "trainer.checkpoint_interval=30")
     printed = forks.run("fit", "--config", "arithmetic/addition", *SMALL, *steps, "optimizer.lr=1e-2")
     assert "held-out       810" in printed

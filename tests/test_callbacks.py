@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from config_files import BASE, compose_error
-from forks import Forks
 from records import losses, only_run
 
 from stackexp.config.compose import compose
@@ -338,8 +337,7 @@ def count_optimizer_steps(run, steps):
 
 
 @pytest.mark.process
-def test_a_trace_holds_the_chosen_steps(tiny, tmp_path):
-    forks = Forks(tmp_path)
+def test_a_trace_holds_the_chosen_steps(tiny, forks, tmp_path):
     options = ("trainer.max_steps=6", "schedule.warmup_steps=0", "data.micro_batch_size=4")
     printed = forks.run("fit", "--config", tiny, *options, "trainer.profile=2-4")
     run = only_run(tmp_path / "runs")
@@ -350,9 +348,8 @@ def test_a_trace_holds_the_chosen_steps(tiny, tmp_path):
 
 
 @pytest.mark.process
-def test_a_stop_does_not_lose_the_profile(tiny, tmp_path):
+def test_a_stop_does_not_lose_the_profile(tiny, forks, tmp_path):
     options = ("trainer.max_time=00:00:00:00", "trainer.max_steps=4", "trainer.profile=1-99")
-    forks = Forks(tmp_path)
     forks.run("fit", "--config", tiny, *options, expect=75)
     run = only_run(tmp_path / "runs")
     assert count_optimizer_steps(run, "1-1") == 1

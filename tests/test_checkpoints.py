@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forks import Forks
 from safetensors.torch import load_file, safe_open, save_file
 from saved_models import (
     QUICKSTART,
@@ -122,10 +121,10 @@ def write_forever(folder: Path) -> None:
         writer.save(folder / f"{number:08d}", tensors, make_state(step=number, number=number), lambda: None)
 
 
-def test_a_kill_while_writing_leaves_complete_checkpoints_only(tmp_path):
+def test_a_kill_while_writing_leaves_complete_checkpoints_only(forks, tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    (process,) = Forks(tmp_path).start(folder, function=write_forever)
+    (process,) = forks.start(folder, function=write_forever)
     deadline = time.monotonic() + 60
     while len(list(folder.glob("0*"))) < 3 or not list(folder.glob(".0*")):  # stopped inside the fourth checkpoint
         os.kill(process.pid, signal.SIGCONT)

@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 from benchmark_files import write_datasets
-from forks import Forks
 from records import losses, only_run, record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -86,8 +85,8 @@ def test_a_stop_between_two_tasks_scores_all_of_them_on_resume(options, tmp_path
 
 @pytest.mark.process
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_have_the_scores_of_one(options, strategy, tmp_path):
-    forks, one, two = Forks(tmp_path), RunFolder(tmp_path / "one"), RunFolder(tmp_path / "two")
+def test_two_processes_have_the_scores_of_one(options, strategy, forks, tmp_path):
+    one, two = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "two")
     forks.run(*options, "--run", one.path, "evaluation.batch_size=2")
     parallel = (f"trainer.strategy={strategy}", "trainer.devices=2", "data.micro_batch_size=4")
     forks.run(*options, "--run", two.path, "evaluation.batch_size=2", *parallel, ranks=2)
@@ -114,18 +113,17 @@ def _fit_with_slow_batches(seconds: float, stops: bool, *arguments: str) -> int:
 
 
 @pytest.mark.process
-def test_scoring_may_take_longer_than_the_timeout_of_collectives(options, tmp_path):
+def test_scoring_may_take_longer_than_the_timeout_of_collectives(options, forks, tmp_path):
     arguments = (*options, "evaluation.tasks=[smollm2_arc_easy]", "evaluation.batch_size=1")
     parallel = ("trainer.strategy=ddp", "trainer.devices=2", "trainer.collective_timeout_seconds=12")
-    forks = Forks(tmp_path)
     forks.run(4, False, *arguments, *parallel, "trainer.max_steps=4", ranks=2, function=_fit_with_slow_batches)
     assert list(read_scores(only_run(tmp_path / "runs"))) == [4]
 
 
 @pytest.mark.process
-def test_a_batch_longer_than_the_grace_period_ends_with_a_message(options, tmp_path):
+def test_a_batch_longer_than_the_grace_period_ends_with_a_message(options, forks):
     arguments = (*options, "trainer.stop_grace_seconds=1")
-    output = Forks(tmp_path).run(60, True, *arguments, function=_fit_with_slow_batches, expect=1)
+    output = forks.run(60, True, *arguments, function=_fit_with_slow_batches, expect=1)
     assert "error: SIGTERM: no batch has ended for 1 s; exiting without a checkpoint" in output
 
 

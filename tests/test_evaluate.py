@@ -121,10 +121,10 @@ def test_max_chunks_scores_evenly_spaced_chunks(fitted):
         assert figures["loss"] == pytest.approx(np.mean(np.divide(losses, counts)), rel=1e-6)
 
 
-def test_batch_size_and_process_count_do_not_change_scores(fitted, record, tmp_path):
+def test_batch_size_and_process_count_do_not_change_scores(fitted, record, forks):
     again = evaluate(fitted, "data.eval_batch_size=1")["sets"]
     two = ("trainer.devices=2", "data.micro_batch_size=2", "data.eval_batch_size=3")
-    output = Forks(tmp_path).run("validate", "--run", fitted.path, *two, ranks=2)
+    output = forks.run("validate", "--run", fitted.path, *two, ranks=2)
     assert output.count("sets are missing") == 1, "reported by rank 0 alone"
     for sets in (again, read_json(fitted.path / "validate.json")["sets"]):
         assert sets.keys() == record["sets"].keys()
@@ -283,8 +283,8 @@ def test_a_checkpoint_without_its_run_requires_the_tokenizer_of_its_training(fit
     assert data.tokenizer is not None
 
 
-def test_a_killed_evaluation_resumes_after_the_scored_sets(fitted, many_sets, tmp_path):
-    forks, out = Forks(tmp_path), tmp_path / "figures.json"
+def test_a_killed_evaluation_resumes_after_the_scored_sets(fitted, many_sets, forks, tmp_path):
+    out = tmp_path / "figures.json"
     command = ("validate", "--run", fitted.path, "--sets", f"g={many_sets}", "--out", out, "data.eval_batch_size=1")
     partial = out.with_suffix(".partial.jsonl")
     assert forks.start(*command, function=run_until_four_sets_are_scored).join() == [-signal.SIGKILL]
@@ -307,12 +307,12 @@ def test_a_killed_evaluation_resumes_after_the_scored_sets(fitted, many_sets, tm
     assert read_json(out)["sets"] == sets | killed, "bit for bit the figures without a kill"
 
 
-def test_a_fit_killed_in_its_final_evaluation_keeps_the_scored_sets(corpus, many_sets, tmp_path):
+def test_a_fit_killed_in_its_final_evaluation_keeps_the_scored_sets(corpus, many_sets, forks, tmp_path):
     path, run = write_tiny(corpus, tmp_path), RunFolder(tmp_path / "run")
     config = yaml.safe_load(path.read_text())
     config["data"] |= {"validation": {"g": str(many_sets)}, "eval_sequences": 1, "eval_batch_size": 1}
     path.write_text(yaml.safe_dump(config))
-    forks, command = Forks(tmp_path), ("fit", "--config", path, "--run", run.path)
+    command = ("fit", "--config", path, "--run", run.path)
     partial = run.path / "result.partial.jsonl"
     forks.start(*command, function=run_until_four_sets_are_scored).join()
     assert not run.is_finished
@@ -411,8 +411,8 @@ def test_errors_are_one_line(fitted, empty_folder, capture, options, code, messa
     assert printed.err.count("\n") == 1
 
 
-def test_error_shared_by_all_processes_is_reported_once(fitted, tmp_path):
+def test_error_shared_by_all_processes_is_reported_once(fitted, forks, tmp_path):
     (tmp_path / "odd.npy").write_bytes(b"abc")
     command = ("validate", "--run", fitted.path, "--sets", "x=odd.npy", "trainer.devices=2")
-    output = Forks(tmp_path).run(*command, ranks=2, expect=1)
+    output = forks.run(*command, ranks=2, expect=1)
     assert [line[:14] for line in output.splitlines()] == ["error: odd.npy"]

@@ -10,7 +10,6 @@ import pytest
 from benchmark_files import DATASETS, write_datasets
 from conftest import write_tiny
 from corpora import prepare_set
-from forks import Forks
 
 pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
@@ -226,10 +225,10 @@ def score_and_kill(kill_at: int, *arguments: object) -> int:
     return len(requests)
 
 
-def test_a_killed_evaluation_computes_only_the_remaining_answers(trained_copy, datasets, tmp_path):
+def test_a_killed_evaluation_computes_only_the_remaining_answers(trained_copy, datasets, forks, tmp_path):
     command = ("--run", trained_copy, "--tasks", ",".join(SMALL), "--datasets", datasets)
     output = trained_copy / "benchmarks.json"
-    Forks(tmp_path).run(8, *command, function=score_and_kill, expect=-signal.SIGKILL)
+    forks.run(8, *command, function=score_and_kill, expect=-signal.SIGKILL)
     assert not output.exists()
     other = ("--ckpt_path", trained_copy / "checkpoints" / "00000004", "--out", tmp_path / "other.json")
     assert score_and_kill(0, *command, *other) == 14, "9 + 4 choices and a reference answer: nothing of another model"

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forks import Forks
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
 from records import only_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -188,9 +187,9 @@ def test_files_in_the_folder_of_the_users_own_logger_are_kept(tmp_path):
 
 
 @pytest.mark.process
-def test_only_the_first_process_logs(client, tiny, tmp_path):
+def test_only_the_first_process_logs(client, tiny, forks):
     options = ("trainer.devices=2", "trainer.strategy=ddp", "data.micro_batch_size=2", "logging.loggers=[mlflow]")
-    Forks(tmp_path).run("fit", "--config", tiny, *QUIET, *options, ranks=2)
+    forks.run("fit", "--config", tiny, *QUIET, *options, ranks=2)
     (logged,) = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
     history = client.get_metric_history(logged.info.run_id, LOSS)
     assert [point.step for point in history] == list(range(1, 13))

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from forks import Forks
 from loaders import build_config, build_loader, read_samples, write_set
 from s3 import remove_credentials
 
@@ -96,9 +95,9 @@ def test_a_failed_look_ahead_ends_an_epoch_at_once(s3, url, monkeypatch):
         next(iter(loader))
 
 
-def test_missing_credentials_are_reported_in_one_line(s3, url, tmp_path):
+def test_missing_credentials_are_reported_in_one_line(s3, url, forks, tmp_path):
     """The test uses a separate process, because boto3 caches credentials."""
-    output = Forks(tmp_path).run(url, str(tmp_path), s3.environment["S3_ENDPOINT_URL"], function=_read_anonymously)
+    output = forks.run(url, str(tmp_path), s3.environment["S3_ENDPOINT_URL"], function=_read_anonymously)
     assert f"{url}/corpus.json: Unable to locate credentials; check data.remote and the credentials" in output
 
 
@@ -133,14 +132,14 @@ def test_a_full_disk_is_reported_in_one_line(remote_set, s3, url, tmp_path, work
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user, who may not write")
-def test_a_read_only_cache_is_reported_in_one_line(remote_set, tmp_path):
+def test_a_read_only_cache_is_reported_in_one_line(remote_set, forks):
     """Read-only from the start, and, as if the file system had become read-only, later."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
         Path(folder, "theirs").mkdir(mode=0o755)
         shutil.copytree(remote_set, Path(folder, "set"))
         subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
-        output = Forks(tmp_path).run(folder, function=_read_as_other_user)
+        output = forks.run(folder, function=_read_as_other_user)
     first, second = output.strip().splitlines()[-2:]
     assert first.endswith(f"Permission denied: '{folder}/theirs/cache'")
     assert second.startswith(f"{folder}/ours/unit.00000/")

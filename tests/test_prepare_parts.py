@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from corpora import prepare_set, read_files, write_many
-from forks import Forks
 from processes import wait_until
 
 from stackexp.data.shards import TokenSet
@@ -90,8 +89,8 @@ def prepare_part(source: Path, folder: Path, part: tuple[int, int] | None) -> No
     prepare_set(source, folder, unit_bytes=UNIT_BYTES, part=part)
 
 
-def test_concurrent_parts_and_merges_write_each_unit_once(source, whole, tmp_path):
-    forks, parts = Forks(tmp_path), [(1, 2), (2, 2), (1, 2), None, None]
+def test_concurrent_parts_and_merges_write_each_unit_once(source, whole, forks, tmp_path):
+    parts = [(1, 2), (2, 2), (1, 2), None, None]
     processes = [forks.start(source, tmp_path / "set", part, function=prepare_part) for part in parts]
     assert [process.join() for process in processes] == [[0]] * 5
     messages = [process.output.read_text() for process in processes]
@@ -103,8 +102,7 @@ def test_concurrent_parts_and_merges_write_each_unit_once(source, whole, tmp_pat
     assert read_files(tmp_path / "set") == read_files(whole)
 
 
-def test_merge_waits_for_running_parts(source, tmp_path):
-    forks = Forks(tmp_path)
+def test_merge_waits_for_running_parts(source, forks, tmp_path):
     part = forks.start(source, tmp_path / "set", (1, 1), function=prepare_part)
     wait_until(lambda: units_in(tmp_path / "set"))
     os.kill(part[0].pid, signal.SIGSTOP)  # while it holds the lock of the folder

@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from forks import Forks
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from stackexp.config.trainer import TrainerConfig
@@ -36,8 +35,8 @@ def raise_on_first(*_: object) -> int:
     return 0
 
 
-def test_errors_of_rank_0_are_raised_on_every_rank(tmp_path):
-    lines = Forks(tmp_path).run(ranks=2, function=raise_on_first).splitlines()
+def test_errors_of_rank_0_are_raised_on_every_rank(forks):
+    lines = forks.run(ranks=2, function=raise_on_first).splitlines()
     assert sorted(line for line in lines if line[0] in "01") == [
         *("0 a False", "0 b False", "0 c False"),
         *("1 a True", "1 b True", "1 c True"),
@@ -71,8 +70,8 @@ def wait_for_child(*_: object) -> int:
     return 0
 
 
-def test_a_process_lost_during_startup_is_named_by_its_global_rank(tmp_path):
-    output = Forks(tmp_path).run(function=wait_for_child, expect=1)
+def test_a_process_lost_during_startup_is_named_by_its_global_rank(forks):
+    output = forks.run(function=wait_for_child, expect=1)
     assert output == "error: rank 3 exited during startup with code 5; see its output above\n"
 
 

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import pytest
 import small_models
 import torch
-from forks import Forks
 from records import assert_close, losses, only_run
 from small_models import MEMORIES, make_tokens
 from torch import distributed
@@ -70,8 +69,8 @@ def compare_weights(options: dict[str, list[str]]) -> int:
     return 0
 
 
-def test_sharded_weights_equal_those_of_one_process(tmp_path):
-    equal = Forks(tmp_path).run(MODELS, ranks=2, function=compare_weights).splitlines()
+def test_sharded_weights_equal_those_of_one_process(forks):
+    equal = forks.run(MODELS, ranks=2, function=compare_weights).splitlines()
     assert set(equal) >= {f"{strategy} {name}" for strategy in ("fsdp", "hsdp") for name in MODELS}
 
 
@@ -104,8 +103,8 @@ def compare_forwards(names: list[str]) -> int:
     return 0
 
 
-def test_sharded_memories_compute_what_one_process_computes(tmp_path):
-    equal = Forks(tmp_path).run(list(MEMORIES), ranks=2, function=compare_forwards).splitlines()
+def test_sharded_memories_compute_what_one_process_computes(forks):
+    equal = forks.run(list(MEMORIES), ranks=2, function=compare_forwards).splitlines()
     assert set(equal) >= {f"{precision} {name}" for precision in ("32-true", "bf16-mixed") for name in MEMORIES}
 
 
@@ -129,9 +128,8 @@ def read_peak_memory() -> int:
     return 1024 * int(line.split()[1])
 
 
-def test_no_process_holds_the_full_model(tmp_path):
+def test_no_process_holds_the_full_model(forks):
     """Each of two processes holds half of it, and one more weight at a time."""
-    forks = Forks(tmp_path)
     (alone,) = forks.run([], function=measure_memory).splitlines()
     both = forks.run([*TWO, "trainer.strategy=fsdp"], ranks=2, function=measure_memory).splitlines()
     size, peak = map(int, alone.split())
@@ -158,9 +156,8 @@ CHEAPER = ("trainer.reshard_after_forward=false", "trainer.activation_checkpoint
 
 
 @pytest.fixture
-def train(tiny, tmp_path) -> Callable[..., RunFolder]:
+def train(tiny, forks, tmp_path) -> Callable[..., RunFolder]:
     """Run `fit` with a name, in as many processes as the options require, and return the run folder."""
-    forks = Forks(tmp_path)
 
     def fit(name: str, *options: str) -> RunFolder:
         nodes = 2 if "trainer.num_nodes=2" in options else 1

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 
 import pytest
-from forks import Forks, processes_in
+from forks import processes_in
 from hypothesis import given
 from hypothesis import strategies as st
 from loaders import BATCH, T, build_config, build_loader, read_samples, run_ranks, split_into_steps, write_set
@@ -160,12 +160,11 @@ def test_cache_limits_that_the_config_accepts_are_read_by_the_library():
 
 
 @pytest.mark.process
-def test_a_killed_and_resumed_run_on_a_mixture_equals_an_uninterrupted_run(tiny, corpus, tmp_path):
+def test_a_killed_and_resumed_run_on_a_mixture_equals_an_uninterrupted_run(tiny, corpus, forks, tmp_path):
     """The sequence counts of each source are in the metrics, the hashes in data.jsonl."""
     streams = ["data.path=null", f"data.streams.a.path={corpus['train']}", f"data.streams.b.path={corpus['left']}"]
     streams += ["data.streams.a.proportion=0.7", "data.streams.b.proportion=0.3", "data.hash_interval=2"]
     command = ("fit", "--config", tiny, *streams, "trainer.max_steps=10", "logging.progress_bar=false")
-    forks = Forks(tmp_path)
     forks.run(*command, f"logging.root={tmp_path}/whole")
     whole = only_run(tmp_path / "whole")
     killed = forks.start(*command, "data.num_workers=1")

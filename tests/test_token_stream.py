@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import streaming
 import torch
-from forks import Forks
 from loaders import build_config, build_loader, open_data, read_samples, run_ranks, split_into_steps, write_set
 from records import losses, only_run
 from streaming import Stream, StreamingDataset
@@ -214,10 +213,10 @@ def test_worker_prints_no_traceback_if_its_run_is_killed_while_it_fetches_a_batc
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_exit_does_not_wait_for_the_look_ahead(s3, url, workers, tmp_path):
+def test_exit_does_not_wait_for_the_look_ahead(s3, url, workers, forks, tmp_path):
     s3.stall_on = SHARD
     config = build_config(remote=url, shuffle=False, num_workers=workers)
-    Forks(tmp_path).run(s3.environment, config, tmp_path / "exit", function=_read_one_batch)
+    forks.run(s3.environment, config, tmp_path / "exit", function=_read_one_batch)
     assert s3.num_stalls == 1, "nothing was being downloaded, so this proves nothing"
     assert time.time() - (tmp_path / "exit").stat().st_mtime < 3
 
@@ -232,10 +231,9 @@ def _read_one_batch(environment: dict[str, str], config: ShardsConfig, marker: P
 
 
 @pytest.mark.process
-def test_a_killed_and_resumed_run_equals_a_run_on_the_local_folder(s3, tiny, corpus, tmp_path):
+def test_a_killed_and_resumed_run_equals_a_run_on_the_local_folder(s3, tiny, corpus, forks, tmp_path):
     url = s3.upload(corpus["train"], "of-the-program", "sets/train")
     s3.fail_every = 3
-    forks = Forks(tmp_path)
     size = max(path.stat().st_size for path in corpus["train"].rglob("*.mds"))
     changes = ("trainer.max_steps=10", "trainer.val_check_interval=null", "logging.progress_bar=false")
     command = ("fit", "--config", tiny, *changes, "data.hash_interval=1")

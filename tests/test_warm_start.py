@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from forks import Forks
 from records import losses, only_run, record
 from safetensors.torch import save_file
 from scans import DISCIPLINES, READS
@@ -261,8 +260,8 @@ def test_a_run_starts_from_given_weights_and_resumes_without_them(trained, tmp_p
 
 @pytest.mark.process
 @pytest.mark.parametrize("source", ["checkpoint", "safetensors"])
-def test_two_sharded_processes_start_like_one(trained, tiny, tmp_path, source):
-    forks, weights = Forks(tmp_path), trained / "checkpoints" / "00000012"
+def test_two_sharded_processes_start_like_one(trained, tiny, forks, tmp_path, source):
+    weights = trained / "checkpoints" / "00000012"
     if source == "safetensors":
         weights = tmp_path / "init.safetensors"
         assert main(["checkpoint", "consolidate", "--run", str(trained), "--to", str(weights)]) == 0

@@ -6,7 +6,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from forks import Forks
 from records import only_run
 from safetensors.torch import load_file
 from torch import nn
@@ -163,9 +162,10 @@ def test_plan_includes_the_average():
 
 
 @pytest.mark.process
-def test_sharded_average_is_that_of_one_process_and_survives_another_number_of_processes(averaged, tiny, tmp_path):
+def test_sharded_average_is_that_of_one_process_and_survives_another_number_of_processes(
+    averaged, tiny, forks, tmp_path
+):
     two = ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2", "trainer.keep_checkpoints=99")
-    forks = Forks(tmp_path)
     forks.run("fit", "--config", tiny, *OPTIONS, *two, ranks=2)
     run = only_run(tmp_path / "runs")
     expected = read_average(averaged)

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from forks import Forks
 from processes import ENDLESS, FSDP, find_second_rank, list_children, read_to_end, wait_until
 from records import has_checkpoint, only_run
 
@@ -22,13 +21,13 @@ KIB, MIB = 2**10, 2**20
     ],
     ids=["file size", "open files"],
 )
-def test_a_limit_of_the_shell_is_named(tiny, tmp_path, limit, value, message):
+def test_a_limit_of_the_shell_is_named(tiny, forks, tmp_path, limit, value, message):
     hard = resource.getrlimit(limit)[1]
     set_limit = f"import resource\nresource.setrlimit({int(limit)}, ({value}, {hard}))\n"
     (tmp_path / "limit.py").write_text(set_limit)
     plugin = f"plugins=[{tmp_path / 'limit.py'}]"
     options = ("data.num_workers=1", "trainer.checkpoint_interval=1", "trainer.val_check_interval=null")
-    output = Forks(tmp_path).run("fit", "--config", tiny, plugin, *options, expect=1)
+    output = forks.run("fit", "--config", tiny, plugin, *options, expect=1)
     assert message in output
     assert "Traceback" not in output
 
@@ -85,13 +84,13 @@ def test_many_interrupts_do_not_disturb_the_exit(program, tiny, tmp_path):
     assert line.startswith("interrupted: ") or ": interrupted; " in line
 
 
-def test_a_log_that_is_deleted_during_the_run_is_named(tiny, tmp_path):
+def test_a_log_that_is_deleted_during_the_run_is_named(tiny, forks, tmp_path):
     (tmp_path / "delete.py").write_text(
         "from pathlib import Path\nfrom stackexp.modules.base import TrainingModule\n"
         "def delete(self):\n    [path.unlink() for path in Path('runs').glob('tiny/*/metrics.jsonl')]\n"
         "TrainingModule.on_train_end = delete\n"
     )
-    output = Forks(tmp_path).run("fit", "--config", tiny, f"plugins=[{tmp_path / 'delete.py'}]", expect=1)
+    output = forks.run("fit", "--config", tiny, f"plugins=[{tmp_path / 'delete.py'}]", expect=1)
     assert "metrics.jsonl: deleted or emptied during the run; start a new run" in output
     assert "Traceback" not in output
     assert not only_run(tmp_path / "runs").is_finished

@@ -128,8 +128,8 @@ def test_run_folder_is_sufficient_to_rerun(fitted):
     assert result["train_loss"]["first"] == losses(run)[1]
 
 
-def test_every_verb_works_on_a_finished_run(fitted, tmp_path):
-    run, forks = fitted[0], Forks(tmp_path)
+def test_every_verb_works_on_a_finished_run(fitted, forks):
+    run = fitted[0]
     result = json.loads(run.result.read_text())
     for name, scores in result["sets"].items():
         nats, counts = np.load(run.path / "result.chunks" / f"{name}.npy")
@@ -156,20 +156,20 @@ def test_every_verb_works_on_a_finished_run(fitted, tmp_path):
     assert len(refusal.splitlines()) == 1
 
 
-def test_fit_without_validation_sets(tiny, tmp_path):
+def test_fit_without_validation_sets(tiny, forks, tmp_path):
     config = yaml.safe_load(tiny.read_text())
     del config["data"]["validation"]
     tiny.write_text(yaml.safe_dump(config))
-    output = Forks(tmp_path).run("fit", "--config", tiny, "trainer.max_steps=3")
+    output = forks.run("fit", "--config", tiny, "trainer.max_steps=3")
     assert "no validation sets" in output
     assert only_run(tmp_path / "runs").is_finished
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_compiled_model_trains_like_eager(tiny, tmp_path, ranks):
+def test_compiled_model_trains_like_eager(tiny, forks, tmp_path, ranks):
     """Two ranks combine compilation, sharding and recomputation."""
-    forks, options = Forks(tmp_path), ["trainer.compile=true"]
+    options = ["trainer.compile=true"]
     if ranks == 2:
         options += ["trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2"]
         options += ["trainer.activation_checkpointing=true", "trainer.recompute=selective"]

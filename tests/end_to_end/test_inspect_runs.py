@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-from forks import Forks
 from records import only_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -13,8 +12,7 @@ from stackexp.config.compose import load_config
 
 
 @pytest.mark.process
-def test_inspect_a_trained_run(tiny, tmp_path):
-    forks = Forks(tmp_path)
+def test_inspect_a_trained_run(tiny, forks, tmp_path):
     forks.run(
         "fit", "--config", tiny, "trainer.max_steps=2", "schedule.warmup_steps=0", "logging.loggers=[tensorboard]"
     )
@@ -52,8 +50,7 @@ def test_inspect_a_trained_run(tiny, tmp_path):
 
 
 @pytest.mark.process
-def test_inspect_a_residual_stack(tiny, tmp_path):
-    forks = Forks(tmp_path)
+def test_inspect_a_residual_stack(tiny, forks, tmp_path):
     short = ("trainer.max_steps=2", "schedule.warmup_steps=0")
     forks.run("fit", "--config", tiny, "model.memory=residual_stack", *short)
     run = only_run(tmp_path / "runs")
@@ -70,8 +67,7 @@ def test_inspect_a_residual_stack(tiny, tmp_path):
 
 
 @pytest.mark.process
-def test_inspect_a_formal_language(tmp_path):
-    forks = Forks(tmp_path)
+def test_inspect_a_formal_language(forks, tmp_path):
     sizes = ("model.hidden_size=16", "model.num_heads=2", "model.num_kv_heads=2", "model.intermediate_size=16")
     data = ("data.batch_size=4", "data.eval_max_length=41", "data.eval_sequences=2", "data.validation_max_length=41")
     steps = ("trainer.max_steps=2", "schedule.warmup_steps=0", "trainer.accelerator=cpu", "name=tiny")

@@ -18,8 +18,7 @@ def readme_block(language: str, first_line: str) -> str:
     return block
 
 
-def test_readme_plugin_trains_and_resumes(tiny, tmp_path):
-    forks = Forks(tmp_path)
+def test_readme_plugin_trains_and_resumes(tiny, forks, tmp_path):
     (tmp_path / "moving_average.py").write_text(readme_block("python", "# moving_average.py"))
     variant = readme_block("yaml", "# moving-average.yaml").replace("- quickstart", f"- {tiny}")
     (tmp_path / "moving-average.yaml").write_text(variant)

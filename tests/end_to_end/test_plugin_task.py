@@ -21,8 +21,8 @@ def read_block(language: str) -> str:
 
 
 @pytest.mark.process
-def test_task_of_the_docs_is_trained_tested_swept_and_reported(tmp_path, monkeypatch):
-    forks, outside = Forks(tmp_path), Forks(tmp_path / "elsewhere")
+def test_task_of_the_docs_is_trained_tested_swept_and_reported(forks, tmp_path, monkeypatch):
+    outside = Forks(tmp_path / "elsewhere")
     outside.folder.mkdir()
     (tmp_path / "pyproject.toml").touch()  # the project
     (tmp_path / "dyck_depth.py").write_text(read_block("python"))

@@ -17,11 +17,6 @@ from stackexp.training.objectives import sum_earlier_sessions
 INTERVALS = ("trainer.max_steps=30", "trainer.checkpoint_interval=7", "trainer.val_check_interval=14")
 
 
-@pytest.fixture
-def forks(tmp_path) -> Forks:
-    return Forks(tmp_path)
-
-
 def kill_after(step: int, forks: Forks, folder: Path, *command: object) -> None:
     """Start the command, and kill it once `step` is logged and a checkpoint is saved."""
     started = forks.start(*command)

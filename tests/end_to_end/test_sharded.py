@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from forks import Forks
 from records import assert_close, losses, only_run
 
 from stackexp.cli import main
@@ -26,9 +25,9 @@ SESSIONS = {  # processes x micro-batches per step: 2 x 2, 1 x 1, 2 x 1, 2 x 4
 
 
 @pytest.mark.process
-def test_run_resumes_with_a_different_number_of_devices(tiny, tmp_path):
+def test_run_resumes_with_a_different_number_of_devices(tiny, forks, tmp_path):
     """Every session but the last is stopped by SIGTERM, and the next one resumes on other devices."""
-    forks, folder = Forks(tmp_path), tmp_path / "run"
+    folder = tmp_path / "run"
     fit = ("fit", "--config", tiny, *INTERVALS, *QUIET)
     forks.run(*fit)
     reference = only_run(tmp_path / "runs")
@@ -93,8 +92,8 @@ def load_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.process
-def test_a_checkpoint_holds_its_own_step_while_two_processes_continue(tiny, tmp_path):
-    forks, runs = Forks(tmp_path), [RunFolder(tmp_path / name) for name in ("fast", "slow")]
+def test_a_checkpoint_holds_its_own_step_while_two_processes_continue(tiny, forks, tmp_path):
+    runs = [RunFolder(tmp_path / name) for name in ("fast", "slow")]
     fit = ("fit", "--config", tiny, "trainer.checkpoint_interval=4", "trainer.keep_checkpoints=9", *QUIET)
     fit = (*fit, *SESSIONS["fsdp"], "trainer.val_check_interval=null", "--run")
     forks.run(*fit, runs[0].path, ranks=2)

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from forks import Forks
 from processes import ENDLESS, FSDP, find_second_rank, list_children, read_to_end, wait_until
 from records import has_checkpoint, losses, only_run, record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -38,8 +37,8 @@ from stackexp.training.objectives import Objective
         pytest.param(signal.SIGUSR1, FSDP, id="SIGUSR1-fsdp", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_stopped_by_a_signal_resumes_exactly(program, tiny, tmp_path, number, strategy):
-    forks, ranks = Forks(tmp_path), 2 if strategy else 1
+def test_a_run_stopped_by_a_signal_resumes_exactly(program, tiny, forks, tmp_path, number, strategy):
+    ranks = 2 if strategy else 1
     command = ("fit", "--config", tiny, *strategy, "trainer.max_steps=36", "logging.progress_bar=false")
     run, reference = RunFolder(tmp_path / "stopped"), RunFolder(tmp_path / "reference")
     process = program.start(*command, "trainer.checkpoint_interval=1000", "data.num_workers=1", "--run", run.path)
@@ -65,8 +64,8 @@ def test_a_run_stopped_by_a_signal_resumes_exactly(program, tiny, tmp_path, numb
 
 @pytest.mark.process
 @pytest.mark.parametrize("strategy", [(), pytest.param(FSDP, marks=pytest.mark.slow)], ids=["single", "fsdp"])
-def test_run_stopped_during_validation_repeats_it_on_resume(tiny, tmp_path, strategy):
-    forks, ranks = Forks(tmp_path), 2 if strategy else 1
+def test_run_stopped_during_validation_repeats_it_on_resume(tiny, forks, tmp_path, strategy):
+    ranks = 2 if strategy else 1
     command = ("fit", "--config", tiny, *strategy, "trainer.max_steps=20", "trainer.checkpoint_interval=7")
     command += ("trainer.val_check_interval=14", "data.eval_batch_size=1", "logging.progress_bar=false")
     run, reference = RunFolder(tmp_path / "stopped"), RunFolder(tmp_path / "reference")
