@@ -46,12 +46,15 @@ def ask(kind, *arguments) -> Instance:
 
 
 def score_alone(lm: RunModel, context: str, continuation: str) -> float:
-    """Return the log-likelihood by one plain forward pass."""
-    before = lm.tok_encode(context) or [0]
-    after = lm.tok_encode(continuation)[-LENGTH:]
-    tokens = torch.tensor([[*before, *after]])[:, -(LENGTH + 1) :]
-    scores = lm.model.eval()(tokens[:, :-1]).logits[0].log_softmax(-1)
-    return sum(scores[-len(after) + i, token].item() for i, token in enumerate(after))
+    """Return the log-likelihood by one plain forward pass for each part of LENGTH tokens of the continuation."""
+    before, rest, total = lm.tok_encode(context) or [0], lm.tok_encode(continuation), 0.0
+    while rest:
+        after, rest = rest[:LENGTH], rest[LENGTH:]
+        tokens = torch.tensor([[*before, *after]])[:, -(LENGTH + 1) :]
+        scores = lm.model.eval()(tokens[:, :-1]).logits[0].log_softmax(-1)
+        total += sum(scores[-len(after) + i, token].item() for i, token in enumerate(after))
+        before += after
+    return total
 
 
 @pytest.mark.parametrize("memory", MEMORIES)

@@ -52,7 +52,6 @@ MISTAKES = {
         ("plugins=[../x.py]", "plugins: cannot import '../x.py': no file ../x.py, and no module of that name; correct"),
         ("model.memory={}", "model.memory: {} changes nothing; give its options, or null to remove it"),
         ("model={}", "model: {} changes nothing; give its options"),
-        ("trainer.max_time=00:00:00:00", "trainer.max_time: expected DD:HH:MM:SS above 0 such as 00:23:30:00"),
         ("name=../x", "override name=../x: name: '../x' cannot name a folder"),
         ("data.global_batch_tokens=5000", "data.context_length = 2048; the nearest multiple is 4096"),
         ("trainer.max_steps=20", "max_steps 20 (trainer.max_steps: override trainer.max_steps=20)"),

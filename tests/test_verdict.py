@@ -407,8 +407,10 @@ def test_all_pairs_run_unless_decided_arms_stop(question):
 @pytest.mark.parametrize("path", sorted(VERDICTS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_verdicts_compose(path):
     verdict = load_verdicts(path)[-1]
-    assert verdict.tuning is not None
-    assert len(verdict.tuning.trials) >= 3 * len(verdict.arms)
+    if verdict.tuning is None:
+        verdict.check_arms()
+    else:
+        assert len(verdict.tuning.trials) >= 3 * len(verdict.arms)
 
 
 def test_of_equally_good_points_the_smallest_values_are_chosen():

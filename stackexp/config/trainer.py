@@ -92,9 +92,8 @@ class TrainerConfig:
             yield "precision", f"64-true does not support strategy: {self.strategy}; use 32-true, or strategy: ddp"
         if self.recompute == "selective" and not self.activation_checkpointing:
             yield "recompute", "selective requires activation_checkpointing: true"
-        time = r"(?=.*[1-9])\d+:[0-2]\d:[0-5]\d:[0-5]\d"  # not zero
-        if self.max_time is not None and not re.fullmatch(time, self.max_time):
-            yield "max_time", f"expected DD:HH:MM:SS above 0 such as 00:23:30:00, found {self.max_time!r}"
+        if self.max_time is not None and not re.fullmatch(r"\d+:[0-2]\d:[0-5]\d:[0-5]\d", self.max_time):
+            yield "max_time", f"expected DD:HH:MM:SS such as 00:23:30:00, found {self.max_time!r}"
 
         if self.profile is not None and not _is_range(self.profile):
             yield "profile", f"expected two steps such as 10-15, found {self.profile!r}"
