@@ -78,7 +78,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
     if unscored:
         notes.append(f"left out, not finished and tested over these lengths: {join_paths(unscored)}")
     ranges = {run.task: run.lengths for run in runs}
-    arms = list(changes)
+    arms = sorted(changes)
     means, solved = [], []
     for task in sort_tasks(scores):
         best = max(statistics.fmean(values) for values in scores[task].values())
