@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stackexp.config.affects import changes_scores
-from stackexp.config.layers import split_overrides
+from stackexp.config.layers import read_overrides
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import open_regular, read_hashed_json
 from stackexp.metric_tags import AVERAGE_LOSS, AVERAGED_STEPS, TRAIN_LOSS
@@ -313,7 +313,7 @@ def _merge_sets(folder: RunFolder, row: Row, result: dict[str, Any]) -> dict[str
     own = result.get("sets", {})
     later: dict[str, dict[str, Any]] = {}
     for record in read_validations(folder):
-        keys = [key for key, *_ in split_overrides(record["overrides"])]
+        keys = [key for key, *_ in read_overrides(record["overrides"])]
         if record.get("step") == result.get("steps") and not any(changes_scores(row, key) for key in keys):
             later |= record["sets"]
     if any(not name.startswith(OLMO_GROUPS) for name in own):

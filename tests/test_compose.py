@@ -99,6 +99,14 @@ def test_options_of_a_section_in_one_override_are_overrides_in_their_order():
     assert (model.memory.discipline, model.memory.num_slots) == ("queue", 7)
 
 
+def test_an_empty_section_of_a_file_does_not_remove_it():
+    none = write("none.yaml", "model: {memory: null}\n")
+    empty = write("empty.yaml", "model: {memory: {}}\n")
+    assert compose([BASE, empty]).model.memory == compose([BASE]).model.memory
+    with pytest.raises(ConfigError, match=r"model\.memory: no kind is set"):
+        compose([BASE, none, empty])
+
+
 def test_null_disables_the_memory_and_interpolation_uses_the_final_value():
     assert compose([BASE], ["data.vocab_size=999"]).model.vocab_size == 999, "interpolation uses the final value"
     assert compose([BASE], ["model.memory=full_dim", "model.memory.num_heads=2"]).model.memory.head_dim == 96

@@ -236,6 +236,8 @@ def test_errors_name_file_line_and_nearest_valid_name():
     ):
         assert f"override {override}: the sweep sets " in get_error(override, **keys)
     assert "list: a_b is the name of two entries" in get_error(list=[{"name": "a/b", S: 8}, {"name": "a b", S: 16}])
+    build_sweep(list=[{"name": "a", "seed": 1}, {"name": "a", "seed": 2}]).check_trials()
+    build_sweep(grid={"model.memory": [{}, {"num_slots": 3}]}).check_trials()
     assert "objective: score_41_500 is an accuracy; set direction: maximize" in get_error(objective="score_41_500")
     assert "name: 'a b' cannot name a folder" in get_error(name="a b")
     duplicates = [{"name": "a"}, {"name": "b", "trainer.devices": 2}]

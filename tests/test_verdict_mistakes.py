@@ -175,6 +175,15 @@ def test_another_question_needs_another_name(question, invoke):
         ({"tuning": {"space": {"trainer.max_steps": {"values": [4, 5]}}}}, "tuning.space changes the tokens"),
         ({"each": {"optimizer.lr": [1, 2]}}, "each.optimizer.lr: chosen by the verdict or its tuning"),
         ({"arms": [{"name": "plain"}, {"name": "a", "optimizer.lr": 1}]}, "arms[1].optimizer.lr: also in tuning.space"),
+        ({"arms": [{"name": "plain"}, {"name": "a", "optimizer": {"lr": 1}}]}, "arms[1].optimizer.lr: also in"),
+        (
+            {"each": {"model.num_layers": [1]}, "arms": [{"name": "a"}, {"name": "b", "model": {"num_layers": 2}}]},
+            "each.model.num_layers: chosen by the verdict",
+        ),
+        (
+            {"arms": [{"name": "a"}, {"name": "b", "model": {"num_layers": 2}}], "overrides": ["model.num_layers=3"]},
+            "model.num_layers is chosen by",
+        ),
         ({"tuning": {"space": {k: {"values": [1]} for k in "abcd"}}}, "plain tunes 4 options; expected at most 3"),
         ({"tuning": {"space": {"a": {"values": [1], "arms": ["good"]}}}}, "only some arms tune a"),
         ({"tuning": {"space": {"a": {"values": [1], "arms": ["godo"]}}, "trials": 2}}, "no arm is named godo"),

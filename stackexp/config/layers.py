@@ -8,7 +8,7 @@ to the defaults of that kind.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -229,23 +229,27 @@ def read_overrides(arguments: list[str]) -> Iterator[tuple[str, Leaf | Tree, str
 
 
 def _split_section(key: str, value: Leaf | Tree, text: str, origin: str) -> Iterator[tuple[str, Leaf | Tree, str, str]]:
-    if key not in list_sections() or key == VALIDATION_SETS:
+    if not _is_merged(key):
         yield key, value, text, origin
     elif isinstance(value, dict):
         for name, inner in value.items():
-            yield from _split_section(f"{key}.{name}", inner, str(getattr(inner, "value", "")), origin)
-    elif value.value == {}:
+            written = (inner.text or str(inner.value)) if isinstance(inner, Leaf) else ""
+            yield from _split_section(f"{key}.{name}", inner, written, origin)
+    elif value.value == {} and origin.startswith("override "):  # in a sweep, {} is the unchanged section
         remedy = ", or null to remove it" if key not in build_default_tree() else ""
         raise ConfigError(f"{key}: {{}} changes nothing; give its options{remedy}", origin)
     else:
         yield key, value, text, origin
 
 
-def list_options(key: str, value: Any) -> list[str]:
-    """Return the keys that a plain value sets: those of its options if it is the mapping of a section."""
-    if not isinstance(value, dict) or key not in list_sections() or key == VALIDATION_SETS:
-        return [key]
-    return [option for name, inner in value.items() for option in list_options(f"{key}.{name}", inner)]
+def list_options(values: Mapping[str, Any], section: str = "") -> list[str]:
+    """Return the keys of all options that plain values set, also those within the mapping of a section."""
+    found = []
+    for name, value in values.items():
+        key = f"{section}.{name}" if section else name
+        is_split = isinstance(value, dict) and value and _is_merged(key)
+        found += list_options(value, key) if is_split else [key]
+    return found
 
 
 def _is_choice(key: str, value: Leaf | Tree) -> bool:
@@ -257,6 +261,11 @@ def _get_rank(key: str, value: Leaf | Tree) -> float:
     """Return the sort key of an override: the depth of a section whose file or kind it chooses, else infinity."""
     is_kind = key.endswith(".kind") and key.removesuffix(".kind") in SECTIONS
     return key.removesuffix(".kind").count(".") if is_kind or _is_choice(key, value) else math.inf
+
+
+def _is_merged(key: str) -> bool:
+    """Return True for a section whose options are merged, not replaced."""
+    return key in list_sections() and key != VALIDATION_SETS
 
 
 def find_origin(tree: Leaf | Tree) -> str:
@@ -277,7 +286,9 @@ def _merge(base: Tree, top: Tree, section: str) -> None:
             if not isinstance(base.get(name), dict):
                 base[name] = {}
             _merge(base[name], value, key)
-        elif value.value != {} or key not in list_sections() or key == VALIDATION_SETS:
+        elif value.value == {} and _is_merged(key) and isinstance(base.get(name), dict):
+            continue  # no option of the section changes
+        else:
             base[name] = _check_section_value(key, value) if key in list_sections() else value
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from stackexp.config.affects import FlatConfig, changes_scores, get_effect, is_default
 from stackexp.config.data import get_model_label
-from stackexp.config.layers import split_overrides
+from stackexp.config.layers import read_overrides
 from stackexp.config.registry import import_plugin
 from stackexp.config.yaml_files import Leaf
 from stackexp.errors import ConfigError, RunError
@@ -209,7 +209,7 @@ def _read_tests(row: Row) -> tuple[list[LengthTest], list[str]]:
 
 def _is_same_run(test: Mapping[str, Any], row: Row) -> bool:
     """Return True if a test used the checkpoint that the run itself tested, and overrides only options of the test."""
-    keys = [key for key, *_ in split_overrides(test.get("overrides", []))]
+    keys = [key for key, *_ in read_overrides(test.get("overrides", []))]
     tested_step = row.get("tested_step", row["step"]) if row["state"] == "finished" else test.get("step")
     return not any(is_in_recipe(row, key) for key in keys) and test.get("step", tested_step) == tested_step
 

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from stackexp.config.compose import build_dataclass, compose
-from stackexp.config.layers import get_group_folder, split_overrides
+from stackexp.config.layers import get_group_folder, list_options, read_overrides
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.yaml_files import list_yaml_names, read_file
 from stackexp.errors import ConfigError
@@ -93,8 +93,8 @@ def write_question(names: list[str], overrides: list[str], memory: str, effect: 
             raise ConfigError(f"{path}: has effect: {existing.effect:g}; change it there, or move the folder elsewhere")
         return path
     tree = build_question(names, overrides, memory, effect or VerdictConfig.effect)
-    chosen = {"seed", *tree["tuning"]["space"], *(key for arm in tree["arms"] for key in arm)}
-    for key, _, origin in split_overrides(overrides):
+    chosen = {"seed", *tree["tuning"]["space"], *(option for arm in tree["arms"] for option in list_options(arm))}
+    for key, _, _, origin in read_overrides(overrides):
         if key in chosen:
             raise ConfigError(f"{key} is chosen by the verdict; set it in a config of your own, for --config", origin)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 from stackexp.config.fields import Errors, option
-from stackexp.config.layers import split_overrides
+from stackexp.config.layers import list_options, split_overrides
 from stackexp.config.yaml_files import Leaf, Tree, display_path, read_value
 from stackexp.errors import ConfigError, suggest_name
 from stackexp.sequential import MIN_PLANNED
@@ -80,15 +80,17 @@ class VerdictConfig:
 
     def list_own_keys(self) -> set[str]:
         """Return the options that the verdict chooses or its arms set; overrides of them are refused."""
-        arms = (key for arm in self.arms for key in arm)
-        return {"seed", "name", *arms, *self.each, *(self.tuning.space if self.tuning else ())}
+        arms = (option for arm in self.arms for option in list_options(arm))
+        each = (option for key, values in self.each.items() for x in values for option in list_options({key: x}))
+        return {"seed", "name", *arms, *each, *(self.tuning.space if self.tuning else ())}
 
     def _find_each_errors(self) -> Errors:
         tuned = self.tuning.space if self.tuning else {}
         for key, values in self.each.items():
             if not values:
                 yield f"each.{key}", "expected at least one value"
-            if key in ("seed", "name", *tuned) or any(key in entry for entry in self.arms):
+            others = {"seed", "name", *tuned, *(option for arm in self.arms for option in list_options(arm))}
+            if any(not others.isdisjoint(list_options({key: value})) for value in values):
                 yield f"each.{key}", "chosen by the verdict or its tuning, or set by an arm"
 
     def _find_tuning_errors(self, tuning: Tuning, names: list[str]) -> Errors:
@@ -106,7 +108,7 @@ class VerdictConfig:
             if (count := len(tuning.select_space(name))) > MAX_TUNED:
                 yield "tuning.space", f"{name} tunes {count} options; expected at most {MAX_TUNED}"
         for i, entry in enumerate(self.arms):
-            for key in tuning.select_space(str(entry.get("name"))).keys() & entry.keys():
+            for key in tuning.select_space(str(entry.get("name"))).keys() & set(list_options(entry)):
                 yield f"arms[{i}].{key}", "also in tuning.space, which would replace it; name the other arms there"
 
 

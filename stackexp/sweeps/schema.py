@@ -148,16 +148,15 @@ class SweepConfig:
                 if not values:
                     yield f"{section}.{key}", "expected at least one value"
             options[section] = {
-                x for key, values in searched.items() for value in values for x in list_options(key, value)
+                x for key, found in searched.items() for value in found for x in list_options({key: value})
             }
-        listed = [pair for entry in self.list for pair in entry.items() if pair[0] != "name"]
-        options["list"] = {x for key, value in listed for x in list_options(key, value)}
+        options["list"] = {x for entry in self.list for x in list_options(entry)} - {"name"}
         for (_, first), (section, second) in itertools.combinations(options.items(), 2):
             for key in sorted(first & second):
                 yield section, f"{key} is set by two of grid, axes, list and seeds"
-        names = [_join_label([_format_word(entry["name"])]) for entry in self.list if "name" in entry]
-        for name in dict.fromkeys(names):
-            if names.count(name) > 1:
+        names = [(_join_label([_format_word(x["name"])]), x.get("seed")) for x in self.list if "name" in x]
+        for name, seed in dict.fromkeys(names):
+            if names.count((name, seed)) > 1:
                 yield "list", f"{name} is the name of two entries"
         if self.search and any(options.values()):
             yield "search", "a search chooses its own trials; remove grid, axes, list and seeds"

@@ -199,8 +199,7 @@ class Sweep:
             return compose(configs, overrides)
         if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not 0 < tokens < math.inf:
             raise ConfigError(f"tokens: expected a number > 0, found {tokens!r}", self._get_origin("tokens"))
-        searched = [option for key, value in values.items() for option in list_options(key, value)]
-        if STEPS in [*searched, *(key for key, *_ in read_overrides(self.all_overrides))]:
+        if STEPS in [*list_options(values), *(key for key, *_ in read_overrides(self.all_overrides))]:
             raise ConfigError(f"tokens sets {STEPS}; give only one of them", display_path(self.path))
         config = compose(configs, [*overrides, f"{STEPS}={ENDLESS}"])  # only to read the batch size
         steps = math.ceil(tokens / config.data.global_batch_tokens)
@@ -336,6 +335,6 @@ def _find_origins(config: SweepConfig, tree: Tree) -> dict[str, str]:
         sections["space"] = search["space"]
     origins |= {key: find_origin(value) for section in sections.values() for key, value in section.items()}
     for key, values in (config.grid | config.axes).items():
-        origins |= {option: origins[key] for value in values for option in list_options(key, value)}
-    listed = [option for entry in config.list for key, value in entry.items() for option in list_options(key, value)]
+        origins |= {option: origins[key] for value in values for option in list_options({key: value})}
+    listed = [option for entry in config.list for option in list_options(entry)]
     return origins | dict.fromkeys(listed, find_origin(tree["list"]) if listed else "")

@@ -19,7 +19,7 @@ from typing import Any
 from stackexp.config.affects import AFFECT_RESULTS, changes_scores, find_changed_keys, flatten_config, get_effect
 from stackexp.config.compose import build_dataclass
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.layers import find_origin, split_overrides
+from stackexp.config.layers import find_origin, read_overrides, split_overrides
 from stackexp.config.yaml_files import Tree, display_path, read_file
 from stackexp.errors import ConfigError, RunError, StoppedError
 from stackexp.files import hold_lock, read_hashed_json, write_hashed_json
@@ -444,7 +444,7 @@ def load_verdicts(path: Path, overrides: Iterable[str] = (), budget: float = 1.0
     overrides = tuple(f"{key}={text}" for key, text, _ in split_overrides(list(overrides)))
     config = build_dataclass(VerdictConfig, tree)
     tuning = config.tuning or Tuning()
-    for key, _, origin in split_overrides([*config.overrides, *tuning.overrides, *overrides]):
+    for key, _, _, origin in read_overrides([*config.overrides, *tuning.overrides, *overrides]):
         if key in config.list_own_keys():
             raise ConfigError(f"{key} is chosen by the verdict, or differs between its arms; change it there", origin)
     if budget != 1:

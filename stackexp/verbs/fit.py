@@ -58,7 +58,5 @@ class Fit(Verb):
         choose_wait_policy()
         from stackexp.training.loop import train
 
-        train(
-            config, args.ckpt_path, args.run, overridden={key for key, _, _ in layers.split_overrides(args.overrides)}
-        )
+        train(config, args.ckpt_path, args.run, overridden={key for key, *_ in layers.read_overrides(args.overrides)})
         return 0
