@@ -76,6 +76,22 @@ def test_runs_without_scores_are_an_error(tmp_path, invoke):
     assert "no finished run is tested over 41..500" in invoke("report formal --arms", tmp_path, expect=1)
 
 
+def test_one_setting_may_have_another_kind(tmp_path, invoke):
+    """The trials differ in an option that only one kind has, and in one that changes no result; one has no score."""
+    muon = ["optimizer.kind=muon", "logging.probe_interval=5"]
+    for trial, (options, score) in enumerate([(muon, 0.5), ([], 0.75), (["optimizer.lr=0.5"], 1.0)]):
+        run = tmp_path / f"parity_check/tuning/transformer-{trial}-seed=50-01234567"
+        finish(write_run(run, "Transformer", "parity_check", *options, seed=50), beyond=0.0, validation=score)
+    result = read_hashed_json(run / "result.json", "")
+    write_hashed_json(run / "result.json", {key: x for key, x in result.items() if key != "validation_accuracy"})
+    for seed, (options, score) in enumerate([([], 0.25), (muon, 0.5)], 100):
+        run = tmp_path / f"parity_check/pairs/transformer-seed={seed}-01234567"
+        finish(write_run(run, "Transformer", "parity_check", *options, seed=seed), beyond=score)
+    printed = " ".join(invoke("report formal --arms --one-setting --markdown", tmp_path).split())
+    assert "| parity_check | **0.25** |" in printed
+    assert "One setting of transformer: optimizer.kind=adamw" in printed
+
+
 def test_one_setting_is_chosen_over_all_tasks(tmp_path, invoke):
     """Rate 1e-3 is best on parity_check, 2e-3 on even_pairs and over both; only runs at 2e-3 count."""
     accuracy = {("parity_check", 1e-3): 0.75, ("parity_check", 2e-3): 0.5, ("even_pairs", 1e-3): 0.5}

@@ -1,5 +1,6 @@
 """The table of formal languages by arm: the models of one `verdict` file, tuned equally, on every task."""
 
+import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
     if one_setting:
         settings, setting_notes = choose_settings(runs)
         notes += setting_notes
-        runs = [run for run in runs if is_trial(run) or settings.get(run.row["arm"], {}).items() <= run.row.items()]
+        runs = [run for run in runs if is_trial(run) or _has_setting(run.row, settings)]
     found: dict[tuple[str, str, int], Row] = {}
     changes: dict[str, list[str] | None] = {}  # of each arm to the paper's stack; None: not a stack
     unscored, failed, untimed = [], Counter[tuple[str, str]](), 0
@@ -104,6 +105,12 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
     return Report(tables, notes, records)
 
 
+def _has_setting(row: Row, settings: dict[str, dict[str, Any]]) -> bool:
+    """Return True if a run has the setting of its arm."""
+    setting = settings.get(row["arm"])
+    return setting is not None and all(row.get(key) == value for key, value in setting.items())
+
+
 def is_trial(run: FormalRun) -> bool:
     """Return True for a run that only chose the options of an arm."""
     return Path(run.row["path"]).parent.name == TUNING
@@ -117,7 +124,7 @@ def choose_settings(runs: Sequence[FormalRun]) -> tuple[dict[str, dict[str, Any]
     """
     trials: dict[str, list[FormalRun]] = defaultdict(list)
     for run in runs:
-        if is_trial(run) and run.is_finished:
+        if is_trial(run) and run.is_finished and "validation_accuracy" in run.row:
             trials[run.row["arm"].rpartition("-")[0]].append(run)
     if not trials:
         raise RunError(
@@ -125,23 +132,34 @@ def choose_settings(runs: Sequence[FormalRun]) -> tuple[dict[str, dict[str, Any]
         )
     settings, notes = {}, []
     for arm, tried in trials.items():
-        rows = [run.row for run in tried if run.task == tried[0].task]
-        searched = [
-            key
-            for key in get_options(rows[0])
-            if key not in ("name", "seed") and any(row.get(key) != rows[0][key] for row in rows)
-        ]
-        accuracies: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+        if not (searched := _find_searched_options(tried)):
+            notes.append(f"{arm}: left out, its finished trials do not differ in an option")
+            continue
+        points: dict[str, list[FormalRun]] = defaultdict(list)
         for run in tried:
-            accuracies[tuple(run.row.get(key) for key in searched)].append(run.row["validation_accuracy"])
-        most = max(map(len, accuracies.values()))  # a point that is not tried on all tasks cannot be compared
-        means = {point: statistics.fmean(found) for point, found in accuracies.items() if len(found) == most}
-        best = max(means, key=means.__getitem__)
-        settings[arm] = dict(zip(searched, best, strict=True))
+            points[json.dumps([run.row.get(key) for key in searched])].append(run)
+        most = max(map(len, points.values()))  # a point that is not tried on all tasks cannot be compared
+        means = [
+            (statistics.fmean(run.row["validation_accuracy"] for run in point), point[0].row)
+            for point in points.values()
+            if len(point) == most
+        ]
+        mean, best = max(means, key=lambda item: item[0])
+        settings[arm] = {key: best.get(key) for key in searched}
         listed = ", ".join(f"{key}={format_value(value)}" for key, value in settings[arm].items())
-        score = f"mean validation accuracy of {means[best]:.3f} over the {len({run.task for run in tried})} tuned tasks"
+        score = f"mean validation accuracy of {mean:.3f} over the {len({run.task for run in tried})} tuned tasks"
         notes.append(f"One setting of {arm}: {listed}; {score}")
     return settings, notes
+
+
+def _find_searched_options(runs: Sequence[FormalRun]) -> list[str]:
+    """Return the options that differ between the trials of a task and affect the results."""
+    first: dict[str, Row] = {}
+    found: dict[str, None] = {}
+    for run in runs:
+        options = get_options(run.row)
+        found |= dict.fromkeys(find_changed_keys(first.setdefault(run.task, options), options, AFFECT_RESULTS))
+    return sorted(found.keys() - {"seed"})
 
 
 def list_changes(row: Row) -> list[str] | None:
