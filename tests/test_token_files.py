@@ -111,6 +111,8 @@ def test_raw_ids_of_more_than_two_bytes_are_refused_without_their_type(tmp_path,
     if size == 8:
         with pytest.raises(RunError, match="its ids seem to have 8 bytes, because every second uint32 is 0; give"):
             TokenFile(path, dtype="uint32")
+    odd = write(tmp_path / "odd.npy", [5, 0, 6, 0, 7, 0, 8, 0, 9])
+    assert len(TokenFile(odd)) == 9, "no whole number of wider ids"
     with pytest.raises(RunError, match=r"raw ids of a vocabulary of 100,000, of unknown type; give --dtype"):
         TokenFile(path, vocab_size=100_000)
     name = np.dtype(dtype).name

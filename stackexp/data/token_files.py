@@ -91,7 +91,7 @@ class TokenFile:
     one. Messages call the file `name` (default: its path).
 
     Raises RunError if the file is missing, empty or cut short, if its length differs from its record, or if its type is
-    unknown: a raw file without a record, whose ids seem to have 4 bytes or whose vocabulary needs them.
+    unknown: a raw file without a record, whose ids seem to have more bytes or whose vocabulary needs them.
     """
 
     def __init__(
@@ -143,10 +143,9 @@ class TokenFile:
             raise RunError(f"{self.name}: {size:,} bytes are not a whole number of {kind.name} token ids; {REMEDY}")
         tokens = np.memmap(self.path, kind, "r")
         if self.record is None and (width := _find_wider_ids(tokens, is_unknown)):
-            raise RunError(
-                f"{self.name}: its ids seem to have {width} bytes, because every second {kind.name} is "
-                f"{'tiny' if is_unknown else 0}; {TYPE_REMEDY}"
-            )
+            remedy = TYPE_REMEDY if is_unknown else "give another --dtype, or save them with numpy.save"
+            found = f"because every second {kind.name} is {'tiny' if is_unknown else 0}"
+            raise RunError(f"{self.name}: its ids seem to have {width} bytes, {found}; {remedy}")
         return tokens
 
     def _map_npy(self) -> np.memmap:
@@ -238,11 +237,11 @@ def _find_wider_ids(words: np.ndarray, is_unknown: bool) -> int | None:
 
     Words of an unknown type are suspected earlier than those of a type that the user gave.
     """
-    if words.itemsize == 8:
+    if words.itemsize == 8 or len(words) % 2:
         return None
-    sample = np.asarray(words[: min(len(words) // 2 * 2, TYPE_SAMPLE)])
+    sample = np.asarray(words[:TYPE_SAMPLE])
     low, high = sample[0::2], sample[1::2]
-    is_zero = len(high) >= (2 if is_unknown else MIN_WIDER_SAMPLE) and not high.any() and low.any()
+    is_zero = len(high) >= (4 if is_unknown else MIN_WIDER_SAMPLE) and not high.any() and low.any()
     is_long = is_unknown and words.itemsize == 2 and len(high) >= MIN_TYPE_SAMPLE
     if not is_zero and not (is_long and high.max() < TINY and np.mean(low >= TINY) > 1 / 4):
         return None
