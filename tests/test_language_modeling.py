@@ -1,6 +1,7 @@
 """The training step: objective, gradient clipping, probes, and errors for values that are not finite."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +51,15 @@ def test_the_logged_learning_rate_is_the_one_of_the_schedule(batch, optimizer):
     lm.training_step(batch, 0).backward()
     lm.configure_gradient_clipping(lm.configure_optimizers()["optimizer"])
     assert lm.step_metrics.drain()["train/lr"] == pytest.approx(1e-3)
+
+
+def test_an_optimizer_of_a_plugin_needs_no_option_lr(batch):
+    lm = build("schedule.warmup_steps=4")
+    lm.training_step(batch, 0).backward()
+    optimizer = lm.configure_optimizers()["optimizer"]
+    lm.config.optimizer = SimpleNamespace(kind="mine", rate=1.0)
+    lm.configure_gradient_clipping(optimizer)
+    assert lm.step_metrics.drain()["train/lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
 
 
 def test_non_finite_gradient_error_has_step_and_samples(batch):

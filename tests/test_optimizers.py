@@ -107,6 +107,12 @@ def test_muon_leaves_out_no_matrix(name, matrix):
         build_muon(MuonConfig(), model)
 
 
+def test_muon_ignores_frozen_matrices():
+    model = build_decoder()
+    model.layers[0].table = torch.nn.Parameter(torch.ones(3, 4), requires_grad=False)
+    assert build_muon(MuonConfig(), model).param_groups
+
+
 def test_muon_requires_a_matrix():
     with pytest.raises(RunError, match="muon: the model has no matrix between embedding and output; use adamw"):
         build_muon(MuonConfig(), torch.nn.Embedding(3, 4))

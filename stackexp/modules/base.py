@@ -239,7 +239,10 @@ class TrainingModule(pl.LightningModule):
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.config.trainer.gradient_clip_val, norm)
         self.step_metrics.add("train/grad_norm", norm)
         group = optimizer.param_groups[0]  # muP scales its rate
-        self.step_metrics.add("train/lr", self.config.optimizer.lr * group["lr"] / group["initial_lr"])
+        peak = getattr(
+            self.config.optimizer, "lr", group["initial_lr"]
+        )  # an optimizer of a plugin may have other options
+        self.step_metrics.add("train/lr", peak * group["lr"] / group["initial_lr"])
         self._handle_spike(loss_value)
         self._losses.clear()
         self._samples.clear()

@@ -39,7 +39,7 @@ def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
     }
     for i, layer in enumerate(getattr(model, "layers", ())):
         for name, p in layer.named_parameters():
-            if p.ndim == 2 and min(p.shape) > 1 and p not in fans:
+            if p.requires_grad and p.ndim == 2 and min(p.shape) > 1 and p not in fans:
                 raise RunError(f"optimizer.kind: muon: layers.{i}.{name} is no weight of an nn.Linear; use adamw")
     if not matrices:
         raise RunError("optimizer.kind: muon: the model has no matrix between embedding and output; use adamw")
