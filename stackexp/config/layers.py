@@ -220,9 +220,9 @@ class Layers:
 
 
 def read_overrides(arguments: list[str]) -> Iterator[tuple[str, Leaf | Tree, str, str]]:
-    """Yield (key, value, text, origin) of each override; a section with options yields each of these.
+    """Yield (key, value, text, origin) of each override. A mapping of a section is one override for each of its options.
 
-    Raises ConfigError for an empty section, which would change nothing.
+    Raises ConfigError if the command line gives an empty section, which would change nothing.
     """
     for key, text, origin in split_overrides(arguments):
         yield from _split_section(key, read_value(text, origin), text, origin)
