@@ -220,7 +220,7 @@ class Layers:
 
 
 def read_overrides(arguments: list[str]) -> Iterator[tuple[str, Leaf | Tree, str, str]]:
-    """Yield (key, value, text, origin) of each override. A mapping of a section is one override for each of its options.
+    """Yield (key, value, text, origin) of each override. A section as a mapping is an override for each of its options.
 
     Raises ConfigError if the command line gives an empty section, which would change nothing.
     """
