@@ -58,7 +58,7 @@ def test_pairs_on_cpus_need_no_equal_gpus(question, invoke):
     question.run()
     (path,) = question.folder.glob("pairs/same-seed=101-*/environment.json")
     path.write_text(path.read_text().replace('["card"]', "[]"))
-    invoke("verdict --report", question.path)
+    assert "Verdict against plain" in invoke("verdict --report", question.path)
 
 
 def test_pairs_that_were_scored_on_other_data_are_refused(question, invoke):
