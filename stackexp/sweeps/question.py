@@ -80,17 +80,19 @@ class VerdictConfig:
 
     def list_own_keys(self) -> set[str]:
         """Return the options that the verdict chooses or its arms set; overrides of them are refused."""
-        arms = (option for arm in self.arms for option in list_options(arm))
         each = (option for key, values in self.each.items() for x in values for option in list_options({key: x}))
-        return {"seed", "name", *arms, *each, *(self.tuning.space if self.tuning else ())}
+        return self._list_chosen_keys() | set(each)
+
+    def _list_chosen_keys(self) -> set[str]:
+        """Return the options that seeds, tuning and arms set."""
+        arms = (option for arm in self.arms for option in list_options(arm))
+        return {"seed", "name", *arms, *(self.tuning.space if self.tuning else ())}
 
     def _find_each_errors(self) -> Errors:
-        tuned = self.tuning.space if self.tuning else {}
         for key, values in self.each.items():
             if not values:
                 yield f"each.{key}", "expected at least one value"
-            others = {"seed", "name", *tuned, *(option for arm in self.arms for option in list_options(arm))}
-            if any(not others.isdisjoint(list_options({key: value})) for value in values):
+            if any(not self._list_chosen_keys().isdisjoint(list_options({key: value})) for value in values):
                 yield f"each.{key}", "chosen by the verdict or its tuning, or set by an arm"
 
     def _find_tuning_errors(self, tuning: Tuning, names: list[str]) -> Errors:
