@@ -60,6 +60,30 @@ def test_a_failed_run_counts_as_not_solved(tmp_path, invoke):
     assert "| parity_check | 1/2 |" in printed
     assert "the last session; those without a recorded time (1) count as 0" in printed
     assert "Failed runs count as not solved, and are in no mean accuracy: lstm on parity_check (1)" in printed
+    assert "left out" not in printed
+    text = " ".join(invoke("report formal", tmp_path, "--markdown").split())
+    assert "**1.00** / 1.00 (1/2) |" in text
+    assert f"failed runs count as not solved, and are in no other score: {run}" in text
+
+
+def test_an_arm_or_a_task_whose_runs_all_failed_is_in_the_table_and_in_copies(tmp_path, invoke):
+    finish(write_run(tmp_path / "q/parity_check/pairs/lstm-seed=100-01234560", "LSTM", "parity_check"), beyond=1.0)
+    finish(write_run(tmp_path / "q/parity_check/tuning/lstm-0-seed=50-01234560", "LSTM", "parity_check"), beyond=1.0)
+    for arm, model, task in (("transformer", "Transformer", "parity_check"), ("lstm", "LSTM", "even_pairs")):
+        run = write_run(tmp_path / f"q/{task}/pairs/{arm}-seed=100-01234561", model, task)
+        (run / "failure.json").write_text('{"cause": "step 3: loss nan with gradient norm 1"}')
+    unfinished = write_run(tmp_path / "q/parity_check/pairs/lstm-seed=101-01234562", "LSTM", "parity_check")
+    write_hashed_json(tmp_path / "q/parity_check/verdict.json", {"version": 1})
+    copies = tmp_path / "copies"
+    invoke("runs copy", tmp_path / "q", "--to", copies)
+    found = {str(path.relative_to(copies)) for path in copies.rglob("*") if path.suffix or "seed" in path.name}
+    assert {"parity_check/verdict.json", "parity_check/tuning/lstm-0-seed=50-01234560"} <= found
+    assert not any(unfinished.name in path for path in found)
+    for folder in (tmp_path / "q", copies):
+        printed = " ".join(invoke("report formal --arms", folder, "--markdown").split())
+        assert "| parity_check | 1/1 | 0/1 |" in printed
+        assert f"| even_pairs | 0/1 | {ABSENT} |" in printed
+    assert "failed (0/1)" in invoke("report formal", copies, "--markdown")
 
 
 def test_two_runs_of_one_seed_are_an_error(tmp_path, invoke):

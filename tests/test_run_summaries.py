@@ -49,7 +49,7 @@ def test_a_copy_has_the_figures_of_its_result(run):
 
 def test_copies_of_runs_with_the_same_name_are_refused_before_any_is_written(run, invoke):
     shutil.copytree(run.path, Path("runs/other/tiny") / run.path.name)
-    assert "have the same name; copy them separately" in invoke("runs copy runs --to copies", expect=2)
+    assert "have the same name; copy them separately" in invoke("runs copy runs runs/other --to copies", expect=2)
     assert not Path("copies").exists()
 
 

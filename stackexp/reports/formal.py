@@ -30,6 +30,7 @@ from stackexp.reports.formal_runs import (
     collect_cells,
     count_solved,
     get_family,
+    join_paths,
     label_task,
     select_recipe,
 )
@@ -130,6 +131,8 @@ def _build_table(results: Results, tasks: list[str]) -> Table:
 
 def _format_cell(results: Results, task: str, column: str) -> str:
     cell = results.cells[task, column]
+    if not cell.scores and cell.failed:
+        return f"failed ({count_solved([], len(cell.failed))}){UNFINISHED * bool(cell.unfinished)}"
     if not cell.scores:
         is_missing = cell.unfinished or _is_of_paper(task, column)
         return "missing" + UNFINISHED * bool(cell.unfinished) if is_missing else ABSENT
@@ -137,7 +140,7 @@ def _format_cell(results: Results, task: str, column: str) -> str:
     if excesses := cell.excesses:
         return f"{min(excesses):.3f} / {statistics.median(excesses):.3f} nats ({len(excesses)}){marks}"
     best = f"{max(cell.scores):.2f}"
-    seeds = count_solved(cell.scores)
+    seeds = count_solved(cell.scores, len(cell.failed))
     rest = f"{BELOW * (cell.reaches_paper is False)} / {statistics.median(cell.scores):.2f} ({seeds}){marks}"
     return (f"**{best}**" if cell.reaches_paper else best) + rest
 
@@ -260,6 +263,8 @@ def _describe_marks(results: Results) -> list[str]:
     if unfinished:
         runs = "; ".join(f"{run.row['path']} ({_describe_state(run)})" for run in unfinished)
         notes.append(f"{UNFINISHED} some runs are not finished and tested: {runs}")
+    if failed := [run.row["path"] for cell in results.cells.values() for run in cell.failed]:
+        notes.append(f"failed runs count as not solved, and are in no other score: {join_paths(failed)}")
     return notes
 
 

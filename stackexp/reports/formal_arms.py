@@ -1,6 +1,7 @@
 """The table of formal languages by arm: the models of one `verdict` file, tuned equally, on every task."""
 
 import json
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -10,7 +11,6 @@ from typing import Any
 from stackexp.config.affects import AFFECT_RESULTS, find_changed_keys
 from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import Lengths
-from stackexp.files import read_json
 from stackexp.frame import Row, get_options
 from stackexp.reports.arms import compute_difference, find_stack_changes
 from stackexp.reports.formal_runs import (
@@ -25,7 +25,6 @@ from stackexp.reports.formal_runs import (
 from stackexp.reports.report import Report, Table
 from stackexp.sequential import LEVEL
 from stackexp.sweeps.schema import format_value
-from stackexp.sweeps.trials import FAILURE
 from stackexp.tables import ABSENT
 
 COLUMNS = ("seed", "path", "validation_accuracy", "validation_loss", "optimizer.lr", "data.curriculum_steps")
@@ -58,9 +57,11 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
         hours[arm.rpartition("-")[0] if is_tuning else arm] += run.row.get("seconds", 0.0) / 3600
         untimed += run.is_finished and "seconds" not in run.row
         score = run.compute_score(run.lengths)
-        if not run.is_finished or (score is None and not is_tuning):
+        if run.has_failed and not is_tuning:
+            failed[task, arm] += 1
+            changes[arm] = list_changes(run.row)
+        elif not run.is_finished or (score is None and not is_tuning):
             unscored.append(path)
-            failed[task, arm] += not is_tuning and not run.is_finished and _has_failed(path)
         elif score is not None and not is_tuning:
             if (other := found.setdefault((task, arm, run.row["seed"]), run.row)) is not run.row:
                 if not find_changed_keys(get_options(other), get_options(run.row), AFFECT_RESULTS):
@@ -73,7 +74,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
             records.append({"task": task, "arm": arm, "score": score} | {key: run.row.get(key) for key in COLUMNS})
     if not scores:
         raise RunError(f"{join_paths(paths)}: no finished run is tested over {lengths[0]}..{lengths[1]}")
-    if failed := +failed:
+    if failed:
         listed = ", ".join(f"{arm} on {task} ({count})" for (task, arm), count in failed.items())
         notes.append(f"Failed runs count as not solved, and are in no mean accuracy: {listed}")
     if unscored:
@@ -81,8 +82,8 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
     ranges = {run.task: run.lengths for run in runs}
     arms = sorted(changes)
     means, solved = [], []
-    for task in sort_tasks(scores):
-        best = max(statistics.fmean(values) for values in scores[task].values())
+    for task in sort_tasks(scores.keys() | {task for task, _ in failed}):
+        best = max((statistics.fmean(values) for values in scores[task].values()), default=math.nan)
         label = label_task(task, ranges[task], lengths)
         means.append([label, *(_format_mean(scores[task].get(arm, []), best) for arm in arms)])
         solved.append([label, *(count_solved(scores[task].get(arm, []), failed[task, arm]) for arm in arms)])
@@ -180,8 +181,3 @@ def _format_mean(values: list[float], best: float) -> str:
     mean, low, high = compute_difference(values)[:3]
     text = f"**{mean:.2f}**" if mean == best else f"{mean:.2f}"
     return text if low is None or high is None else f"{text} ({max(0.0, low):.2f} to {min(1.0, high):.2f})"
-
-
-def _has_failed(path: Path) -> bool:
-    """Return True if the last attempt of a run failed; a run that is tried again has not ended."""
-    return (path / FAILURE).exists() and not read_json(path / FAILURE).get("tried_again")

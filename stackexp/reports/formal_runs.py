@@ -19,6 +19,7 @@ from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.accuracy import Lengths, average_accuracy, parse_accuracy
 from stackexp.frame import Row, find_runs, get_options, list_tests, read_evaluation, read_rows
 from stackexp.runs import RunFolder
+from stackexp.sweeps.trials import has_failed
 from stackexp.tables import ABSENT
 from stackexp.tasks import CHOMSKY_TASKS, TASKS
 
@@ -147,6 +148,11 @@ class FormalRun:
     def is_finished(self) -> bool:
         """True if the run has a result."""
         return self.row["state"] == "finished"
+
+    @cached_property
+    def has_failed(self) -> bool:
+        """True if the run is a trial that failed."""
+        return has_failed(RunFolder(Path(self.row["path"])))
 
     @property
     def num_strings(self) -> int:
@@ -297,8 +303,8 @@ def join_paths(paths: Sequence[Path | str]) -> str:
 class Cell:
     """The scored runs of one recipe, one for each seed, their scores over `lengths`, and the paper's score.
 
-    `unfinished` are runs of the recipe that are unfinished or not tested over the lengths, `duplicates` repeat a seed,
-    and `other_recipes` were not chosen.
+    `unfinished` are runs of the recipe that are unfinished or not tested over the lengths, `failed` have failed,
+    `duplicates` repeat a seed, and `other_recipes` were not chosen.
     """
 
     paper: float | None
@@ -307,6 +313,7 @@ class Cell:
     runs: list[FormalRun] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     unfinished: list[FormalRun] = field(default_factory=list)
+    failed: list[FormalRun] = field(default_factory=list)
     duplicates: list[FormalRun] = field(default_factory=list)
     other_recipes: list[list[FormalRun]] = field(default_factory=list)
 
@@ -407,13 +414,15 @@ def _build_cell(task: str, column: str, lengths: Lengths, found: list[FormalRun]
     by_seed = {run.row["seed"]: run for run in ordered}
     runs = list(by_seed.values())
     pending = [run for run in chosen if not run.evaluation and run.row["seed"] not in by_seed]
+    failed = list({run.row["seed"]: run for run in pending if run.has_failed}.values())
     return Cell(
         paper,
         lengths,
         chosen[0].recipe,
         runs,
         scores=[score for run in runs if (score := run.compute_score(lengths)) is not None],
-        unfinished=[*pending, *(run for run in runs if not run.is_finished)],
+        unfinished=[run for run in (*pending, *runs) if run not in failed and not (run.is_finished and run.evaluation)],
+        failed=failed,
         duplicates=[run for run in scored if run not in runs],
         other_recipes=others,
     )

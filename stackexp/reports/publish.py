@@ -13,6 +13,8 @@ from stackexp.files import create_folder_atomically, read_json_lines, write_hash
 from stackexp.frame import list_tests, read_evaluation, read_validations
 from stackexp.reports.interventions import FILE as INTERVENTIONS
 from stackexp.runs import RunFolder
+from stackexp.sweeps.trials import FAILURE
+from stackexp.sweeps.verdict import PLAN
 
 BEGIN = r"<!-- (python -m stackexp (?:report|verdict)\b[^\n]*?) -->\n"
 END = "<!-- end of report -->"
@@ -20,7 +22,10 @@ END = "<!-- end of report -->"
 
 
 def copy_run(folder: RunFolder, target: Path) -> None:
-    """Copy a run into the new folder `target`. Raises RunError for damage, and for links, which may lead anywhere."""
+    """Copy a run that is finished or has failed into the new folder `target`.
+
+    Raises RunError for damage, and for links, which may lead anywhere.
+    """
     chunks = list(folder.path.glob("*.chunks"))
     data = folder.path / "data.jsonl"
     paths = [folder.config, folder.result, folder.environment, data, *folder.path.glob("*.json")]
@@ -33,10 +38,11 @@ def copy_run(folder: RunFolder, target: Path) -> None:
     for path in list_tests(folder):
         records[path.name] = read_evaluation(path)
     folder.read_options()  # raises an error for damage
-    folder.read_result()
+    if folder.is_finished:
+        folder.read_result()
     with create_folder_atomically(target) as new:
         RunFolder(new).mark()
-        for path in (folder.config, folder.result, folder.path / INTERVENTIONS):
+        for path in (folder.config, folder.result, folder.path / INTERVENTIONS, folder.path / FAILURE):
             if path.exists():
                 shutil.copyfile(path, new / path.name)
         for name, record in records.items():
@@ -47,6 +53,15 @@ def copy_run(folder: RunFolder, target: Path) -> None:
                 shutil.copytree(path, new / path.name)
         write_json(new / "environment.json", [_anonymize_session(session) for session in folder.read_sessions()])
         write_json_lines(new / "data.jsonl", list(read_json_lines(data, skip_damaged=True))[-1:])
+
+
+def list_plans(run: Path, root: Path) -> list[Path]:
+    """Return the plans of verdicts in the folders from `root` to a run below it. Raises RunError for a link."""
+    folders = [folder for folder in run.parents if folder == root or root in folder.parents]
+    plans = [path for folder in folders if (path := folder / PLAN).exists()]
+    if links := [path for path in plans if path.is_symlink() or not path.is_file()]:
+        raise RunError(f"{links[0]}: not a regular file; replace it by one")
+    return plans
 
 
 def _anonymize_session(session: dict[str, Any]) -> dict[str, Any]:

@@ -252,6 +252,12 @@ def read_failure(trial: Trial) -> dict[str, Any]:
         return {"cause": cause, "attempts": 0, "forgiven": 0, "tried_again": False}
 
 
+def has_failed(folder: RunFolder) -> bool:
+    """Return True if the last attempt of a trial failed and none has begun since."""
+    failure = folder.path / FAILURE
+    return not folder.is_finished and failure.exists() and not read_json(failure).get("tried_again")
+
+
 def count_failures(trial: Trial) -> int:
     """Return the failed attempts since the last `sweep run`."""
     failure = read_failure(trial)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,13 @@ class Show(Verb):
 
 
 class Copy(Verb):
-    """Copy what reports read of finished runs: small enough to commit, without checkpoints and event files.
+    """Copy what reports read of finished and failed runs: small enough to commit, without checkpoints and event files.
 
-    Copies the config, the results, test scores, interventions, the environment, the last hash of the data, and the
-    losses of chunks, without the name of the host and the paths of checkpoints. Reports read the copies like the runs,
-    except `report dynamics`, `report benchmarks`, `report actions` and `report states`, which need more files. Runs
-    that are named after the folder above, such as runs/quickstart/ID, are copied with it.
+    Copies the config, the results, test scores, interventions, the environment, the last hash of the data, the losses
+    of chunks and the failure, without the name of the host and the paths of checkpoints. Folders keep their structure
+    and the plan of a verdict. Reports read the copies like the runs, except `report dynamics`, `report benchmarks`,
+    `report actions` and `report states`, which need more files. Runs that are named after the folder above, such as
+    runs/quickstart/ID, are copied with it.
     """
 
     examples = ("runs copy runs/ablation_small --to docs/results/ablation_small",)
@@ -95,26 +97,35 @@ class Copy(Verb):
 
     def run(self, args: Namespace) -> int:
         from stackexp.frame import find_runs, name_arm
-        from stackexp.reports.publish import copy_run
+        from stackexp.reports.publish import copy_run, list_plans
         from stackexp.runs import RunFolder
+        from stackexp.sweeps.trials import has_failed
 
-        folders = [folder for folder in find_runs(args.runs) if folder.is_finished]
-        if not folders:
+        sources = {folder.path.resolve(): (folder, root) for root in args.runs for folder in find_runs([root])}
+        ended = [(run, root) for run, root in sources.values() if run.is_finished or has_failed(run)]
+        if not ended:
             args.parser.error(f"{', '.join(map(str, args.runs))}: no finished runs; give folders with a result.json")
-        targets: dict[Path, RunFolder] = {}
-        for folder in folders:
-            path = folder.path.resolve()
-            target = args.to / path.name
+        targets: dict[Path, Path] = {}
+        for folder, root in ended:
+            path, target = folder.path.resolve(), args.to / folder.path.relative_to(root)
+            if target == args.to:  # `root` is the run
+                target /= path.name
             if name_arm(target) != name_arm(path):
                 target = args.to / path.parent.name / path.name
-            if target in targets:
-                args.parser.error(f"{targets[target].path} and {folder.path} have the same name; copy them separately")
-            if target.exists():
-                args.parser.error(f"{target}: exists already; remove it first, or choose another --to")
-            targets[target] = folder
-        for target, folder in targets.items():
-            copy_run(folder, target)
-            print(target)
+            for source in (folder.path, *list_plans(folder.path, root)):
+                copy = target if source == folder.path else args.to / source.relative_to(root)
+                if targets.setdefault(copy, source) != source:
+                    args.parser.error(f"{targets[copy]} and {source} have the same name; copy them separately")
+                if copy.exists():
+                    args.parser.error(f"{copy}: exists already; remove it first, or choose another --to")
+        for target, source in targets.items():
+            if source.is_dir():
+                copy_run(RunFolder(source), target)
+                print(target)
+            else:
+                shutil.copyfile(source, target)
+        if others := len(sources) - len(ended):
+            print(f"left out, neither finished nor failed: {others} of {len(sources)} runs", file=sys.stderr)
         return 0
 
 
