@@ -205,14 +205,19 @@ def choose_batch(arms: int, workers: int) -> int:
     return next(n for n, count in rounds if n * arms >= 0.8 * workers * count)
 
 
-def find_detectable_effect(pairs: int, deviation: float, level: float = LEVEL, power: float = POWER) -> float:
-    """Return the smallest effect that `pairs` pairs find with probability `power`."""
+def find_detectable_effect(
+    pairs: int, deviation: float, level: float = LEVEL, power: float = POWER, degrees: float = math.inf
+) -> float:
+    """Return the smallest effect that `pairs` pairs find with probability `power`; `degrees` as in `compute_power`."""
     from scipy.optimize import brentq
 
+    def compute(effect: float) -> float:
+        return compute_power(pairs, effect, 1.0, level, degrees) - power
+
     high = 1.0
-    while compute_power(pairs, high, 1.0, level) < power:
+    while compute(high) < 0:
         high *= 2
-    return float(brentq(lambda x: compute_power(pairs, x, 1.0, level) - power, 1e-3, high)) * deviation
+    return float(brentq(compute, 1e-3, high)) * deviation
 
 
 def estimate_deviation(values: Sequence[float]) -> tuple[float, float, float]:

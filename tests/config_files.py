@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stackexp.config.compose import compose
+from stackexp.config.compose import compose, to_yaml
 from stackexp.errors import ConfigError
 from stackexp.files import write_hashed_json
 from stackexp.sweeps.sweep import Sweep, load_sweep
@@ -34,7 +34,8 @@ def build_sweep(*overrides: str, **keys: object) -> Sweep:
 
 
 def finish_trial(trial: Trial, loss: float, **result: object) -> None:
-    """Write the result of a trial: this validation loss, and 0.5 less in training."""
+    """Write the config and the result of a trial: this validation loss, and 0.5 less in training."""
     trial.folder.path.mkdir(parents=True, exist_ok=True)
+    trial.folder.config.write_text(to_yaml(trial.config))
     figures = {"version": 1, "parameters": 1000, "memory_parameters": 10, "train_loss": {"last_20_steps": loss - 0.5}}
     write_hashed_json(trial.folder.result, figures | {"average": {"loss": loss}} | result)

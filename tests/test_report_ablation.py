@@ -195,8 +195,9 @@ def test_bigram_counts_have_a_row(runs):
 
 
 def test_the_latest_run_of_a_seed_counts(runs):
-    run = write_run(runs / "transformer-seed=0-ffffffff", "model.memory=null")
-    finish(run, 3.5)
+    run = finish(write_run(runs / "transformer-seed=0-00000000", "model.memory=null"), 3.5)
+    for day, path in enumerate((runs / "transformer-seed=0-0123abc0", run), 1):
+        (path / "environment.json").write_text(f'[{{"started": "2026-01-0{day}T00:00:00+0000"}}]')
     arms, notes = load_arms([runs])
     assert sorted(row["val/average/loss"] for row in arms["transformer"]) == [3.1, 3.2, 3.5]
     assert notes == [f"1 run left out, a later run has the same seed: {runs}/transformer-seed=0-0123abc0"]

@@ -62,6 +62,18 @@ def test_seeds_are_averaged_and_one_key_has_no_map():
     assert len(report.draw().axes) == 1
 
 
+def test_a_transformer_among_the_trials_hides_no_curve_and_no_cell():
+    cells = [{H: h, S: s, "optimizer.lr": lr} for h in (1, 2) for s in (8, 24) for lr in (1e-3, 2e-3)]
+    for i, trial in enumerate(build(list=[{"model.memory": None}, *cells]).trials):
+        finish_trial(trial, 2 + i / 10)
+    figure = build_grid("study.yaml").draw()
+    top, bottom = figure.subfigs
+    assert [axes.get_xlabel() for axes in top.axes] == ["stack heads ($H$)", "stack slots ($S$)", "optimizer.lr"]
+    assert bottom.get_suptitle() == "lr = 0.001"
+    (first, *_) = (axes.images[0] for axes in bottom.axes if axes.images)
+    assert first.get_clim() == pytest.approx((2.1, 2.7)), "the loss 2.0 of the Transformer is in no cell"
+
+
 def test_the_best_trial_may_have_null():
     trials = [
         {"trainer.gradient_clip_val": clip, "optimizer.lr": lr} for clip, lr in ((None, 1e-3), (1, 2e-3), (2, 2e-3))

@@ -169,6 +169,9 @@ def test_planned_pairs_and_detectable_effects_are_inverse():
     assert count_pairs(1e-9, 1.0) == sequential.MAX_PLANNED
     assert count_pairs(0.01, 0.0) == sequential.MIN_PLANNED, "two copies of one arm have no noise"
     assert find_detectable_effect(4, 1.0, 0.05 / 100) > 10
+    pairs = count_pairs(0.02, 0.02, degrees=4)
+    assert find_detectable_effect(pairs, 0.02) < 0.017, "if the deviation were known"
+    assert find_detectable_effect(pairs, 0.02, degrees=4) <= 0.02 < find_detectable_effect(pairs - 1, 0.02, degrees=4)
 
 
 def test_the_deviation_has_its_own_interval():

@@ -70,6 +70,19 @@ def test_objective_may_be_missing_or_maximized(read_lines, invoke):
     assert [row[0] for row in read_lines(RESULTS)[4:]] == ["H=2", "H=1"]
 
 
+def test_a_trial_that_was_resumed_with_another_config_is_left_out(invoke):
+    first, second = build_sweep(grid={H: [1]}, seeds=[0, 1]).trials
+    finish_trial(first, 2.0)
+    steps = second.config.trainer.max_steps
+    for written, key in (({}, "trainer.max_steps"), ({"seed": 5}, "seed")):
+        vars(second.config).update(written)
+        finish_trial(second, 1.0, steps=steps + (not written))
+        printed = invoke("sweep results study.yaml")
+        assert ["H=1", "2.0000", "1.5000", "1"] in [line.split()[:4] for line in printed.splitlines()]
+        reason = f"was resumed with another {key} than the sweep's; move the folder elsewhere"
+        assert f"{second.name}: {reason}" in printed
+
+
 def test_figures_fix_the_other_keys_at_the_center(tmp_path):
     sweep = build_sweep(grid={H: [1, 2, 4, 8], S: [8, 24]}, center={H: 2, S: 24})
     for trial in sweep.trials:
@@ -86,7 +99,7 @@ def test_trials_without_an_objective_are_named(invoke):
     finish_trial(sweep.trials[0], 2.0)
     finish_trial(sweep.trials[1], 2.0, average={"loss": None})
     printed = " ".join(invoke("sweep results study.yaml").split())
-    assert f"- left out: {sweep.trials[1].name}: objective average.loss: expected a number" in printed
+    assert f"- left out: {sweep.trials[1].name}: objective average.loss: null in result.json" in printed
 
 
 def test_status_shows_states_and_causes(read_lines):
@@ -129,7 +142,7 @@ def test_dry_run_estimates_the_cost_and_writes_no_files(read_lines, monkeypatch)
     assert float(rows[2][4]) > 0
     assert rows[3][5] == rows[3][4]
     build_sweep(search={"trials": 5, "space": {H: {"values": [1, 2]}}})
-    assert read_lines("sweep run study.yaml --dry-run")[2][:4] == ["5", "more", "not", "chosen"]
+    assert read_lines("sweep run study.yaml --dry-run")[3][:4] == ["4", "more", "not", "chosen"]
 
 
 def test_errors_of_the_command_line(invoke):

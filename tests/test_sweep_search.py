@@ -82,12 +82,16 @@ def test_an_objective_that_no_result_has_ends_the_search():
     options = {"overrides": ["trainer.accelerator=cpu"], "search": {"trials": 4, "space": SPACE}}
     sweep = build_sweep(name="study", objective="average.los", **options)
     finish_trial(run_all(build(trials=2, space=SPACE))[0], math.inf)
-    message = (
-        r"^runs/study: objective average\.los: result\.json has no 'los'; it has loss; correct the objective, then"
-    )
+    message = r"^runs/study: objective average\.los: result\.json has no 'los'; it has loss; correct it, then"
     with pytest.raises(ConfigError, match=message):
         Study(sweep).draw()
     assert Study(build(trials=4, space=SPACE)).draw() is not None, "the loss of the only finished trial is not finite"
+    (finished,) = (trial for trial in build(trials=4, space=SPACE).trials if trial.folder.is_finished)
+    write_json_lines(finished.folder.metrics, [{"step": 5, "val/loss/average": 1.0, "memory/push": 0.5}])
+    with pytest.raises(
+        ConfigError, match=r"prune\.metric average\.loss: not in metrics\.jsonl, which has val/loss/average;"
+    ):
+        Study(build(trials=4, space=SPACE, prune={"metric": "average.loss", "min_steps": 1})).draw()
 
 
 def test_a_worker_stops_its_other_trial_if_the_result_has_no_objective():
@@ -102,7 +106,7 @@ def test_a_worker_stops_its_other_trial_if_the_result_has_no_objective():
     command = [sys.executable, PROGRAM, "sweep", "run", "study.yaml", "--max-parallel", "2"]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 2, process.stderr
-    assert process.stderr.endswith("correct the objective, then repeat the command\n")
+    assert process.stderr.endswith("correct it, then repeat the command\n")
     states = {trial.values[S]: trial for trial in sweep.trials}
     assert get_state(states[1]) == TrialState.DONE
     wait_until(lambda: get_state(states[2]) == TrialState.STOPPED, seconds=30)

@@ -45,7 +45,14 @@ def test_arms_are_tuned_then_paired_until_all_are_decided(question, invoke):
     assert rows["good"] in question.run(), "nothing is left to do"
     assert before == {path: path.stat().st_mtime_ns for path in question.folder.glob("*/*/result.json")}
     assert "undecided" not in invoke("verdict", question.path, "--report")
-    assert "18 runs, 18 done" in invoke("verdict", question.path, "--dry-run")
+    printed = invoke("verdict", question.path, "--dry-run")
+    assert "18 runs, 18 done" in printed
+    left = 3 * len(SEEDS) - len(pairs)
+    assert f"24 runs, {len(pairs)} done, {left} not needed, because their arms are decided\n" in printed
+    (question.folder / "verdict.json").unlink()
+    next(question.folder.glob("tuning/same-0-seed=50-*/result.json")).unlink()
+    assert "no pairs yet; 17 of 18 tuning runs are done" in invoke("verdict", question.path, "--report")
+    assert "pairs   24 runs: 8 seeds of 4 arms with 3 configs" in invoke("verdict", question.path, "--dry-run")
 
 
 def test_a_stopped_verdict_continues_and_a_diverged_trial_is_the_worst(question):
@@ -381,8 +388,12 @@ def test_a_question_is_repeated_for_each_value_with_scaled_steps(question):
         "schedule.warmup_steps=1",
         "schedule.warmup_steps=4",
     ]
+    mapping = "schedule={kind: wsd, warmup_steps: 10}"
+    question.write(overrides=["trainer.max_steps=1_000", mapping], each={})
+    with pytest.raises(ConfigError, match=r"--budget requires schedule\.warmup_steps=VALUE, not in a mapping"):
+        load_verdicts(question.path, budget=0.5)
     question.keys["arms"][1]["tokens"] = 1000
-    question.write(each={})
+    question.write(overrides=["trainer.max_steps=1_000"])
     with pytest.raises(ConfigError, match=r"arms: --budget does not scale tokens"):
         load_verdicts(question.path, budget=0.5)
     question.keys["arms"][1].pop("tokens")

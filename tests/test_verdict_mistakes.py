@@ -192,6 +192,8 @@ def test_another_question_needs_another_name(question, invoke):
         ({"score": "average.accuracy"}, "average.accuracy is an accuracy; expected a loss"),
         ({"overrides": ["optimizer.lr=1"]}, "optimizer.lr is chosen by the verdict"),
         ({"overrides": ["seed=1"]}, "seed is chosen by the verdict"),
+        ({"resources": {"devices": 2}, "overrides": ["trainer.devices=1"]}, "trainer.devices is chosen by the verdict"),
+        ({"tuning": {"space": {"seed": {"values": [1, 2]}}}}, "tuning.space.seed: the verdict chooses the seeds"),
         ({"tuning": {"space": {"a": {"values": [1]}}, "overrides": ["a=1"]}}, "a is chosen by the verdict"),
         ({"efect": 1}, "did you mean 'effect'?"),
         ({"grid": 1}, "grid: unknown key; a verdict has arms, baseline"),
@@ -207,6 +209,9 @@ def test_every_question_of_a_file_is_checked_before_the_first_run(question, invo
     question.write(each={"model.intermediate_size": [32, -1]})
     error = invoke("verdict", question.path, "--launcher", "slurm", expect=2)
     assert "model.intermediate_size: expected an integer from 1" in error
+    question.write(each={"model.intermediate_size": [32, 64, 96]})
+    error = invoke("verdict", question.path, "--launcher", "slurm", "--max-parallel", 2, expect=2)
+    assert "--max-parallel: expected at least 3, one for each question" in error
     assert not list(question.path.parent.rglob("tuning"))
 
 

@@ -22,7 +22,7 @@ from stackexp.config.compose import load_config
 from stackexp.config.layers import list_shipped
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.scores import read_chunk_losses
-from stackexp.frame import OLMO_GROUPS, RUN_ID, Row, get_options, get_scores, read_rows
+from stackexp.frame import OLMO_GROUPS, Row, get_options, get_scores, read_rows
 from stackexp.modules.scores import (
     Noise,
     SamplingError,
@@ -66,7 +66,7 @@ def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple
     """Return the arms of all language-model runs at or below `paths`, sorted, and notes on damaged or unfinished ones.
 
     `with_generated_data` includes runs on formal languages and arithmetic. Of several finished runs with the same seed,
-    the one with the latest id counts, or without ids the last one, sorted by path. Raises RunError without runs.
+    the one that began last counts. Raises RunError without runs.
     """
     rows = read_rows(paths)
     rows = [row for row in rows if with_generated_data or row.get("data.kind") not in GENERATED_DATA]
@@ -81,7 +81,7 @@ def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple
     replaced: list[Row] = []
     for label, members in sorted(groups.items()):
         for name, group in zip(_separate_names(label, members), members, strict=True):
-            group.sort(key=_read_id)
+            group.sort(key=_read_start)
             latest = {row["seed"]: row for row in group if is_finished(row)}
             replaced += [row for row in group if is_finished(row) and row is not latest[row["seed"]]]
             arms[name] = [*latest.values(), *(row for row in group if not is_finished(row))]
@@ -99,10 +99,10 @@ def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple
     return arms, notes
 
 
-def _read_id(row: Row) -> str:
-    """Return the id of a run, which begins with the time of its start; empty for trials of sweeps."""
-    name = Path(row["path"]).name
-    return name if RUN_ID.fullmatch(name) else ""
+def _read_start(row: Row) -> float:
+    """Return the start of a run in seconds since 1970; 0 if it is not recorded."""
+    start = RunFolder(Path(row["path"])).read_start()
+    return start.timestamp() if start else 0.0
 
 
 def is_finished(row: Row) -> bool:

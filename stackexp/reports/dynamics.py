@@ -195,7 +195,8 @@ def draw_dynamics(curves: list[Curve], crossings: dict[str, Crossing]) -> Any:
     """Draw the losses, the baseline first, and below them the differences from it with their crossings."""
     figure, (top, bottom) = new_figure(6.8, 5.2, rows=2, sharex=True, height_ratios=(2, 1))
     for i, curve in enumerate(curves):
-        style = {"color": PALETTE[i % len(PALETTE)], "linestyle": LINE_STYLES[i % len(LINE_STYLES)]}
+        line = LINE_STYLES[(i + i // len(PALETTE)) % len(LINE_STYLES)]  # a repeated color gets another line
+        style = {"color": PALETTE[i % len(PALETTE)], "linestyle": line}
         top.plot(curve.raw, color=style["color"], alpha=0.25, linewidth=0.6)
         top.plot(curve.smoothed, linewidth=1.4, label=curve.name, **style)
         if curve.name in crossings:

@@ -129,6 +129,8 @@ def _draw(rows: dict[str, dict[str, Any]]) -> Any:
             if f"{key}_ratio" in row:
                 axes.barh(level, row[f"{key}_ratio"], height * 0.9, **style)
                 axes.plot(row[f"{key}_spread"], [level, level], color="black", linewidth=1)
+            elif i == 0 and "error" in row:
+                axes.text(0.02, y, row["error"], va="center", fontsize=8)
             if row["model"] in PAPER and row.get("implementation") != "reference":
                 value = PAPER[row["model"]][list(QUANTITIES).index(key)]
                 axes.plot(value, level, "D", color="black", markerfacecolor="white", markersize=5)
@@ -136,7 +138,7 @@ def _draw(rows: dict[str, dict[str, Any]]) -> Any:
     axes.plot([], [], color="black", linewidth=1, label="quartiles")
     axes.axvline(1, color="black", linestyle=":", linewidth=1)
     axes.set_yticks(range(len(rows)), list(rows))
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set(xlabel="Multiple of the Transformer", xlim=(0, None))
     figure.legend(loc="outside upper center", ncols=5, fontsize=8, frameon=False)
     return figure

@@ -355,8 +355,10 @@ def _draw_family(
     width = 0.84 / len(columns)
     for i, task in enumerate(tasks):
         for j, column in enumerate(columns):
-            if (cell := results.cells[task, column]).scores:
-                x = i + (j - (len(columns) - 1) / 2) * width
+            x = i + (j - (len(columns) - 1) / 2) * width
+            if not (cell := results.cells[task, column]).scores:
+                axes.text(x, 0.01, ABSENT, ha="center", fontsize=7, color="gray")
+            else:
                 axes.bar(x, max(cell.scores), width * 0.92, color=colors[column])
                 axes.plot(x, statistics.median(cell.scores), ".", color="black", markersize=4)
                 if cell.paper is not None:
@@ -370,7 +372,8 @@ def _draw_family(
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     (first, last), *more = {results.cells[task, columns[0]].lengths for task in tasks}
-    axes.set_ylabel("Accuracy beyond training" if more else f"Accuracy on lengths {first} to {last}", fontsize=8)
+    lengths = "longer strings" if more else f"lengths {first} to {last}"
+    axes.set_ylabel(f"Best seed's accuracy on {lengths}", fontsize=8)
     axes.set_title(textwrap.fill(family.capitalize(), 13 * len(tasks)), fontsize=10)
 
 

@@ -1,5 +1,6 @@
 """Results of a sweep: a table, the loss against each searched number, and the paper's heat maps of H, d_s and S."""
 
+import itertools
 import json
 import re
 import shlex
@@ -169,7 +170,8 @@ def build_grid(sweep: str, overrides: Iterable[str] = ()) -> Report:
     """Build the report of a sweep, given as its folder, its name or its YAML file, with overrides of the trials."""
     loaded = load_last_run(sweep, overrides)
     results = summarize_trials(loaded)
-    varied = [key for key in results[0]["values"] if len(_list_values(results, key)) > 1]
+    keys = dict.fromkeys(key for result in results for key in result["values"])
+    varied = [key for key in keys if len(_list_values(results, key)) > 1]
     waiting = sum(not trial.is_settled for trial in loaded.trials)
     pruned = sum(not trial.folder.is_finished for trial in loaded.trials) - waiting
     command = f"`python -m stackexp sweep run {shlex.quote(str(loaded.folder))}`"
@@ -225,20 +227,25 @@ def _draw_maps(figure: Any, results: Sequence[TrialSummary], center: Values) -> 
     """Draw a heat map for each number of slots. Cells without a finished trial are hatched."""
     title = _list_titles(results)[-1]
     heads, sizes, slots = (_list_values(results, KEYS[symbol]) or [None] for symbol in ("H", "d_s", "S"))
-    others = {k: value for k, value in (results[0]["values"] | center).items() if k not in KEYS.values()}
+    drawn = set(itertools.product(heads, sizes, slots))
+    cells = [(tuple(r["values"].get(KEYS[symbol]) for symbol in KEYS), r) for r in results if title in r["losses"]]
+    cells = [(cell, result) for cell, result in cells if cell in drawn]
+    others = {k: value for k, value in (cells[0][1]["values"] | center).items() if k not in KEYS.values()}
     losses = {
-        tuple(result["values"].get(KEYS[symbol]) for symbol in KEYS): result["losses"][title]["mean"]
-        for result in results
-        if title in result["losses"] and all(result["values"].get(key) == value for key, value in others.items())
+        cell: result["losses"][title]["mean"]
+        for cell, result in cells
+        if all(result["values"].get(key) == value for key, value in others.items())
     }
+    if others:
+        figure.suptitle(describe_fixed(others, ""), fontsize=8)
     low, high = min(losses.values()), max(losses.values())
     panels = figure.subplots(1, len(slots), squeeze=False, sharey=True)[0]
     for axes, s in zip(panels, slots, strict=True):
-        cells = np.array([[losses.get((h, d, s), np.nan) for h in heads] for d in sizes], dtype=float)
+        grid = np.array([[losses.get((h, d, s), np.nan) for h in heads] for d in sizes], dtype=float)
         axes.set_facecolor("#dddddd")
         axes.patch.set_hatch("//")
-        image = axes.imshow(cells, cmap="cividis", vmin=low, vmax=high, origin="lower", aspect="auto")
-        for (y, x), loss in np.ndenumerate(cells):
+        image = axes.imshow(grid, cmap="cividis", vmin=low, vmax=high, origin="lower", aspect="auto")
+        for (y, x), loss in np.ndenumerate(grid):
             if not np.isnan(loss):
                 color = "white" if loss < (low + high) / 2 else "black"
                 axes.text(x, y, f"{loss:.3f}", ha="center", va="center", fontsize=7, color=color)

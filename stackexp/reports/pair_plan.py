@@ -23,7 +23,7 @@ from stackexp.sequential import (
     estimate_deviation,
 )
 from stackexp.sweeps.trials import has_diverged
-from stackexp.sweeps.verdict import Question, QuestionStage
+from stackexp.sweeps.verdict import PairPlan, Question, QuestionStage, list_undecided
 from stackexp.tables import ABSENT
 from stackexp.terminal import format_duration
 
@@ -37,16 +37,20 @@ def format_runs(verdict: Question) -> str:
     lines, seconds = [f"folder  {verdict.folder}"], dict[str, float]()
     if tuning:
         seconds |= _average_seconds(tuning)
-        lines.append(_format_stage("tuning", tuning, seconds))
+        lines.append(_format_stage("tuning", tuning, seconds, verdict.arms))
     if plan is None and (tuning is None or tuning.read_scores().keys() == tuning.trials.keys()):
         plan = verdict.choose_plan()
     if plan is None:
         pairs = config.pairs or config.max_pairs
         bound = "" if config.pairs else ", at most; the tuning seeds show the noise"
-        runs = pairs * len(verdict.arms)
-        return "\n".join([*lines, f"pairs   {runs} runs: {pairs} seeds of {len(verdict.arms)} arms{bound}"])
-    pairs_stage = verdict.build_pairs(plan)
-    lines.append(_format_stage("pairs", pairs_stage, seconds | _average_seconds(pairs_stage)))
+        trials = verdict.build_pairs(PairPlan({}, {arm: {} for arm in verdict.arms}, [config.first_seed])).trials
+        configs = len({(trial.name, str(verdict.points[arm])) for (arm, *_), trial in trials.items()})
+        num_arms = len(verdict.arms)
+        equal = f" with {configs} configs" * (configs < num_arms)  # equal arms share runs
+        return "\n".join([*lines, f"pairs   {pairs * configs} runs: {pairs} seeds of {num_arms} arms{equal}{bound}"])
+    stage = verdict.build_pairs(plan)
+    arms = list_undecided(plan, stage.read_scores()) if config.stop_when_decided else verdict.arms
+    lines.append(_format_stage("pairs", stage, seconds | _average_seconds(stage), arms))
     if plan.deviation is not None and plan.degrees is not None:
         low, high = compute_deviation_interval(plan.deviation, plan.degrees)
         level = LEVEL / (len(verdict.arms) - 1)
@@ -62,10 +66,14 @@ def _average_seconds(stage: QuestionStage) -> dict[str, float]:
     return {arm: statistics.fmean(values.values()) for arm, values in measure_seconds(stage).items()}
 
 
-def _format_stage(name: str, stage: QuestionStage, seconds: dict[str, float]) -> str:
+def _format_stage(name: str, stage: QuestionStage, seconds: dict[str, float], arms: Sequence[str]) -> str:
+    """Return the number of runs of a stage, and the time of those of `arms` that are left."""
     trials = {trial.name: (arm, trial) for (arm, *_), trial in stage.trials.items()}
-    left = [arm for arm, trial in trials.values() if not trial.folder.is_finished and not has_diverged(trial)]
-    text = f"{name:7} {len(trials)} runs, {len(trials) - len(left)} done"
+    missing = [arm for arm, trial in trials.values() if not trial.folder.is_finished and not has_diverged(trial)]
+    left = [arm for arm in missing if arm in arms]
+    text = f"{name:7} {len(trials)} runs, {len(trials) - len(missing)} done"
+    if len(missing) > len(left):
+        text += f", {len(missing) - len(left)} not needed, because their arms are decided"
     if left and seconds.keys() >= set(left):
         duration = format_duration(sum(seconds[arm] for arm in left))
         text += f"; the rest takes about {duration}, one run after the other"

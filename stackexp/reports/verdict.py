@@ -85,8 +85,10 @@ def build_verdict(verdict: Question) -> Report:
         tables.append(_build_tuning(verdict, tuned))
     plan = verdict.read_plan()
     if plan is None:
-        counts = (len(verdict.tuning.read_scores()), len(verdict.tuning.trials)) if verdict.tuning else (0, 0)
-        notes.append("no pairs yet" + f"; {counts[0]} of {counts[1]} tuning runs are done" * bool(counts[1]))
+        trials = verdict.tuning.trials if verdict.tuning else {}
+        done = {trials[key].name for key in verdict.tuning.read_scores()} if verdict.tuning else set()
+        count = len({trial.name for trial in trials.values()})  # arms may share runs
+        notes.append("no pairs yet" + f"; {len(done)} of {count} tuning runs are done" * bool(count))
         return Report(tables, notes, [])
     stage, unequal = open_pairs(verdict, plan)
     notes += unequal
@@ -204,7 +206,7 @@ def _describe(
     if plan.deviation is not None:
         low_high = compute_deviation_interval(plan.deviation, plan.degrees) if plan.degrees else None
         interval = f" ({low_high[0]:.4f} to {low_high[1]:.4f})" if low_high else ""
-        effect = find_detectable_effect(plan.pairs, plan.deviation, LEVEL / arms)
+        effect = find_detectable_effect(plan.pairs, plan.deviation, LEVEL / arms, degrees=plan.degrees or math.inf)
         detectable = (
             f" With the deviation {plan.deviation:.4f}{interval} of the tuning pairs, they find an effect of "
             f"{effect:.4f} with probability {POWER:g}."
@@ -460,7 +462,9 @@ def _draw(plan: PairPlan, judgments: dict[str, Judgment], diverged: dict[str, in
     names = [f"{arm} (seed {diverged[arm]} diverged)" if arm in diverged else arm for arm in judgments]
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlabel(f"Loss minus that of {plan.baseline} (nats per token)")
+    axes.set_xlabel(
+        f"Loss minus that of {plan.baseline} (nats per token)\nintervals: Bonferroni; outcomes: also Holm, less strict"
+    )
     handles, labels = axes.get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))  # the last of each: the mean
     figure.legend(by_label.values(), by_label, loc="outside upper center", ncols=4, fontsize=8)

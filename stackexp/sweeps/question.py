@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 from stackexp.config.fields import Errors, option
-from stackexp.config.layers import list_options, split_overrides
+from stackexp.config.layers import list_options, read_overrides, split_overrides
 from stackexp.config.yaml_files import Leaf, Tree, display_path, read_value
 from stackexp.errors import ConfigError, suggest_name
 from stackexp.sequential import MIN_PLANNED
@@ -84,9 +84,10 @@ class VerdictConfig:
         return self._list_chosen_keys() | set(each)
 
     def _list_chosen_keys(self) -> set[str]:
-        """Return the options that seeds, tuning and arms set."""
+        """Return the options that seeds, tuning, arms and resources set."""
         arms = (option for arm in self.arms for option in list_options(arm))
-        return {"seed", "name", *arms, *(self.tuning.space if self.tuning else ())}
+        resources = (f"trainer.{key}" for key in ("devices", "num_nodes") if getattr(self.resources, key) is not None)
+        return {"seed", "name", *arms, *resources, *(self.tuning.space if self.tuning else ())}
 
     def _find_each_errors(self) -> Errors:
         for key, values in self.each.items():
@@ -104,6 +105,8 @@ class VerdictConfig:
         for key, arm in ((key, arm) for key, space in tuning.space.items() for arm in space.arms):
             if arm not in names:
                 yield f"tuning.space.{key}.arms", f"no arm is named {arm}{suggest_name(arm, names)}"
+        if "seed" in tuning.space:
+            yield "tuning.space.seed", "the verdict chooses the seeds; set tuning.seeds"
         if self.equal == "time" and STEPS in tuning.space:
             yield f"tuning.space.{STEPS}", "equal: time sets the steps of each arm; remove the key"
         for name in names:
@@ -143,5 +146,9 @@ def check_scaled(config: VerdictConfig, path: Path) -> None:
     """Raise ConfigError if the file does not set the steps that --budget scales, or an arm has a number of tokens."""
     if not any(re.fullmatch(rf"{re.escape(STEPS)}=\d+", text) for text in config.overrides):
         raise ConfigError(f"{display_path(path)}: overrides: --budget requires {STEPS}=STEPS here")
+    for text in [*config.overrides, *(config.tuning.overrides if config.tuning else ())]:
+        keys = [key for key, *_ in read_overrides([text]) if key.endswith(STEP_OPTIONS)]
+        if keys and not text.startswith(f"{keys[0]}="):
+            raise ConfigError(f"{display_path(path)}: overrides: --budget requires {keys[0]}=VALUE, not in a mapping")
     if any(TOKENS in arm for arm in config.arms):
         raise ConfigError(f"{display_path(path)}: arms: --budget does not scale {TOKENS}; set {STEPS} instead")

@@ -67,18 +67,31 @@ class Study:
         return None
 
     def _check_objective(self) -> None:
-        """Raise ConfigError if trials are finished and all lack the objective, so that the search would be random."""
+        """Raise ConfigError if trials are finished and all lack the objective or the metric of `prune`.
+
+        The search would be random, or end no trial early.
+        """
         problem = ""
         for trial in self._sweep.trials:
             if get_state(trial) == TrialState.DONE:
                 try:
                     get_number(trial.folder.read_result().to_dict(), self._sweep.config.objective, missing=math.inf)
+                    self._check_metric(trial)
                 except RunError as error:
-                    problem = f"{self._sweep.folder}: {error}; correct the objective, then repeat the command"
+                    problem = f"{self._sweep.folder}: {error}; correct it, then repeat the command"
                 else:
                     return
         if problem:
             raise ConfigError(problem)
+
+    def _check_metric(self, trial: Trial) -> None:
+        if self._search.prune:
+            metric, tags = self._search.prune.metric, set[str]()
+            for line in read_json_lines(trial.folder.metrics, skip_damaged=True):
+                tags |= line.keys()
+            if tags and metric not in tags:
+                found = ", ".join(sorted(tag for tag in tags if tag == TRAIN_LOSS or tag.startswith("val/")))
+                raise RunError(f"prune.metric {metric}: not in metrics.jsonl, which has {found}")
 
     def build_study(self) -> Any:
         """Return an Optuna study with the trials in the run folders: finished, pruned and unfinished ones."""

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from stackexp.config.affects import AFFECT_RESULTS, find_changed_keys, flatten_config, remove_defaults
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.errors import RunError
+from stackexp.errors import ConfigError, RunError
 from stackexp.files import is_locked, read_json, read_json_lines, try_lock, write_json
 from stackexp.metric_tags import TOKENS_PER_SECOND, TRAIN_LOSS
 from stackexp.runs import DATE_FORMAT, RunFolder
@@ -207,11 +207,21 @@ def read_claim(trial: Trial) -> Claim | None:
 
 
 def read_objective(trial: Trial, objective: str) -> tuple[float | None, str]:
-    """Return the objective of a finished trial, or None and the reason."""
+    """Return the objective of a finished trial, or None and the reason, such as a resume with other options."""
     try:
-        return get_number(trial.folder.read_result().to_dict(), objective), ""
-    except RunError as error:
+        result = trial.folder.read_result()
+        if changed := find_changed_option(trial, result.steps or 0):
+            return None, f"was resumed with another {changed} than the sweep's; move the folder elsewhere"
+        return get_number(result.to_dict(), objective), ""
+    except (RunError, ConfigError) as error:
         return None, str(error)
+
+
+def find_changed_option(trial: Trial, steps: int) -> str:
+    """Return the option that a finished run of `steps` steps has changed from its trial's config, "" if none."""
+    changed = find_changed_keys(trial.folder.read_options(), flatten_config(trial.config), AFFECT_RESULTS)
+    is_longer = steps > trial.config.trainer.max_steps
+    return next(iter(changed), "trainer.max_steps" if is_longer else "")
 
 
 def get_number(result: dict[str, Any], path: str, missing: float | None = None) -> float:
@@ -227,6 +237,8 @@ def get_number(result: dict[str, Any], path: str, missing: float | None = None) 
         node = node[part]
     if node is None and missing is not None:
         return missing
+    if node is None:
+        raise RunError(f"objective {path}: null in result.json, for a number that is not finite")
     if isinstance(node, bool) or not isinstance(node, int | float):
         raise RunError(f"objective {path}: expected a number in result.json, found {node!r}")
     return float(node)
@@ -267,10 +279,8 @@ def count_failures(trial: Trial) -> int:
 def read_score(trial: Trial, objective: str) -> float:
     """Return the score of a finished trial. Raises RunError if the run was resumed with another config."""
     path, result, steps = trial.folder.path, trial.folder.read_result(), trial.config.trainer.max_steps
-    changed = find_changed_keys(trial.folder.read_options(), flatten_config(trial.config), AFFECT_RESULTS)
-    if changed or result.steps > steps:
-        key = (changed or ["trainer.max_steps"])[0]
-        raise RunError(f"{path}: was resumed with another {key} than the verdict's; move the folder elsewhere")
+    if changed := find_changed_option(trial, result.steps or 0):
+        raise RunError(f"{path}: was resumed with another {changed} than the verdict's; move the folder elsewhere")
     if result.steps < steps:
         raise RunError(f"{path}: ended at step {result.steps} of {steps}; remove the callback that ended it")
     try:

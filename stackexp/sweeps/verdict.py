@@ -204,11 +204,10 @@ class Question:
         """Compose the pairs and the first point of each arm. Raises ConfigError for an invalid arm."""
         if tuning := self.config.tuning:
             self._build_stage("tuning", {(arm, 0, tuning.seeds[0]): self.points[arm][0] for arm in self.arms})
-        plan = self.read_plan()
-        if plan is None:
-            self._build_plan({arm: {} for arm in self.arms}, MIN_PLANNED)
-        else:
+        if plan := self.read_plan():
             self.build_pairs(plan)
+        else:
+            self._build_plan({arm: {} for arm in self.arms}, MIN_PLANNED)
 
     def _build_sweep(self, name: str, entries: list[Values], is_search: bool = False) -> Sweep:
         config = self.config
@@ -316,11 +315,9 @@ class Question:
 
     def _list_tuning_runs(self, values: dict[str, Values]) -> dict[str, list[RunFolder]]:
         """Return the finished tuning runs of each arm with the chosen values."""
-        runs: dict[str, list[RunFolder]] = {arm: [] for arm in self.arms}
-        for (arm, i, _), trial in self.tuning.trials.items():
-            if trial.folder.is_finished and self.points[arm][i] == values[arm]:
-                runs[arm].append(trial.folder)
-        return runs
+        trials = self.tuning.trials.items()
+        chosen = [(arm, trial.folder) for (arm, i, _), trial in trials if self.points[arm][i] == values[arm]]
+        return {arm: [folder for name, folder in chosen if name == arm and folder.is_finished] for arm in self.arms}
 
     def _equalize_time(self, values: dict[str, Values], speeds: dict[str, float]) -> None:
         """Add to the values of each arm the steps that take as long as the baseline's, and the schedule for them."""
@@ -346,9 +343,9 @@ class Question:
         return dataclasses.replace(plan, runs={arm: trials[arm, 0, seeds[0]].name for arm in self.arms})
 
     def _describe_question(self) -> dict[str, Any]:
-        ours = dataclasses.asdict(self.config) | {"baseline": self.baseline}
         own = [override for override in self.overrides if not override.startswith("logging.")]
-        ours["overrides"] = [*self.config.overrides, *own]
+        overrides = [*self.config.overrides, *own]
+        ours = dataclasses.asdict(self.config) | {"baseline": self.baseline, "overrides": overrides}
         return {key: value for key, value in ours.items() if key not in FREE}
 
     def run(
@@ -387,9 +384,7 @@ class Question:
                 outcomes = (f"{arm} {judgment.outcome}" for arm, judgment in judgments.items())
                 print(f"after {end} of {plan.pairs} pairs: {', '.join(outcomes)}", flush=True)
             if self.config.stop_when_decided:
-                diverged = find_diverged(plan, scores)
-                undecided = [arm for arm, j in judgments.items() if not j.is_decided and arm not in diverged]
-                arms = [plan.baseline, *undecided] if undecided else []
+                arms = list_undecided(plan, scores)
         return True
 
     def check_plugins(self) -> None:
@@ -469,6 +464,13 @@ def judge_pairs(plan: PairPlan, scores: dict[TrialKey, float]) -> dict[str, Judg
     """Judge the arms by the scores of the finished pairs."""
     arms = [arm for arm in plan.values if arm != plan.baseline]
     return judge({arm: list_differences(plan, scores, arm) for arm in arms}, plan.pairs, plan.effect)
+
+
+def list_undecided(plan: PairPlan, scores: dict[TrialKey, float]) -> list[str]:
+    """Return the baseline and the arms that are neither decided nor diverged; empty if there are none."""
+    diverged = find_diverged(plan, scores)
+    arms = [arm for arm, x in judge_pairs(plan, scores).items() if not x.is_decided and arm not in diverged]
+    return [plan.baseline, *arms] if arms else []
 
 
 def list_differences(plan: PairPlan, scores: dict[TrialKey, float], arm: str, base: str | None = None) -> list[float]:

@@ -83,8 +83,13 @@ class Verdict(ReportVerb):
         from stackexp.reports.interventions import list_unmeasured
         from stackexp.reports.training_data import open_pairs
 
+        parallel = args.max_parallel
+        if args.launcher == "slurm" and parallel is not None:  # each question has jobs of its own
+            parallel //= len(verdicts)
+            if not parallel:
+                raise ConfigError(f"verdict: --max-parallel: expected at least {len(verdicts)}, one for each question")
         for verdict in verdicts if not args.report else ():
-            is_complete = verdict.run(args.launcher or "local", args.max_parallel, open_pairs)
+            is_complete = verdict.run(args.launcher or "local", parallel, open_pairs)
             if is_complete and verdict.config.interventions_chunks and list_unmeasured(verdict):
                 from stackexp.inspection.pairs import measure_pairs  # imports torch, which takes seconds
 
