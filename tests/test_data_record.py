@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from stackexp.data.hash_log import hash_sequence, read_hash_log, read_hashes, tr
 from stackexp.errors import RunError
 from stackexp.files import write_json_lines
 from stackexp.models.checkpoints import load_state
-from stackexp.training.callbacks.data_record import KEY, DataRecord
+from stackexp.training.callbacks.data_record import check_sources
 
 FEW = ("trainer.max_steps=6", "trainer.val_check_interval=null", "trainer.checkpoint_interval=3")
 FEW += ("data.hash_interval=2", "logging.progress_bar=false")
@@ -52,14 +51,9 @@ def test_the_file_continues_after_the_step_of_the_checkpoint(tmp_path):
         (["web", "code"], r"^training data 'code': the sequences have changed since the run began"),
     ],
 )
-def test_other_sources_are_refused_on_resume(tmp_path, names, message):
-    record = DataRecord(tmp_path, 10)
-    saved = {"hash": "", "sequences": [8, 8], "sources": {"web": "1", "code": "2"}}
-    record.on_load_checkpoint(None, None, {KEY: saved})
-    data = SimpleNamespace(training_sources=lambda: dict.fromkeys(names, "1"))
-    trainer = SimpleNamespace(datamodule=data, global_step=8)
+def test_other_sources_are_refused_on_resume(names, message):
     with pytest.raises(RunError, match=message):
-        record.on_train_start(trainer, None)
+        check_sources({"web": "1", "code": "2"}, dict.fromkeys(names, "1"))
 
 
 @pytest.fixture(scope="module")

@@ -199,6 +199,14 @@ def test_replaced_configs_are_kept(trained, unfinished):
         assert "max_steps: 30" in unfinished.config.read_text()
 
 
+def test_a_refused_dataset_changes_no_file_of_the_run(unfinished, corpus, invoke):
+    before = {path: path.read_bytes() for path in unfinished.path.rglob("*") if path.is_file()}
+    line = invoke("fit --run", unfinished.path, f"data.path={corpus['left']}", expect=1)
+    assert "the sequences have changed since the run began; restore data.path or data.streams" in line
+    assert {path: path.read_bytes() for path in unfinished.path.rglob("*") if path.is_file()} == before
+    invoke("fit --run", unfinished.path)
+
+
 @pytest.mark.parametrize("damage", ["missing", "short"])
 def test_log_shorter_than_the_checkpoint_is_refused(config, unfinished, damage):
     lines = unfinished.metrics.read_text().splitlines(keepends=True)

@@ -7,7 +7,7 @@
 import itertools
 import logging
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from stackexp.models import checkpoints
 from stackexp.models.checkpoints import CHECKPOINT_VERSION, CheckpointWriter
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import EMA, RunFolder, damaged_error, format_checkpoint_name, remove_checkpoint, write_validation
+from stackexp.training.callbacks import data_record
 from stackexp.training.callbacks.steps import StepCallback
 from stackexp.training.lightning_internals import has_position, rescale_progress
 from stackexp.training.signals import StopRequest
@@ -256,13 +257,14 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
 
 
 class Start(NamedTuple):
-    """The folder of a run, and the checkpoint and step it resumes from."""
+    """The folder of a run, and the checkpoint, step and sources of training data that it resumes from."""
 
     folder: RunFolder
     checkpoint: Path | None = None
     step: int = 0
     is_finished: bool = False
     newest: Path | None = None  # the newest checkpoint in the folder when this was chosen
+    sources: Mapping[str, str] | None = None  # {name: fingerprint}, for `check_sources`
 
     @property
     def is_branch(self) -> bool:
@@ -352,7 +354,8 @@ def _resume(path: Path, folder: RunFolder, config: ExperimentConfig, overridden:
         raise RunError(f"{path}: already at step {step} of trainer.max_steps {last}; raise trainer.max_steps")
     if is_own:
         _check_log(folder, step)
-    return Start(folder, path, step, newest=folder.newest_checkpoint())
+    sources = state.get(data_record.KEY, {}).get("sources")
+    return Start(folder, path, step, newest=folder.newest_checkpoint(), sources=sources)
 
 
 def _check_log(folder: RunFolder, step: int) -> None:

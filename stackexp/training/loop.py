@@ -20,6 +20,7 @@ from stackexp.models.warm_start import WarmStart, prepare_warm_start
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import MANIFEST, RunFolder, format_resume_command
 from stackexp.terminal import set_up_log, wrap_text
+from stackexp.training.callbacks.data_record import check_sources
 from stackexp.training.callbacks.downstream import load_tasks
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.checkpointing import Start, find_start
@@ -65,6 +66,8 @@ def train(
         pl.seed_everything(config.seed, verbose=False)
         data = registry.build("data", config.data, seed=config.seed)
         processes.run_on_all(lambda: (data.prepare_data(), data.setup("fit")))
+        if sources := start.sources:  # checked before the folder changes
+            processes.run_on_all(lambda: check_sources(sources, data.training_sources()))
         tasks = processes.run_on_all(lambda: load_tasks(config, data.tokenizer))
         started_at = time.perf_counter()
         module = objective.build_module()

@@ -1,5 +1,6 @@
 """A record of the training data: a hash that proves that two runs used the same data, and counts per source."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,27 @@ from stackexp.training.callbacks.steps import StepCallback
 KEY = "data_record"  # the entry in checkpoints
 
 
+def check_sources(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise RunError if a run with the sources `saved` {name: fingerprint} cannot resume with the sources `now`."""
+    if saved.keys() != now.keys():
+        raise RunError(
+            f"the run began with the training data {', '.join(saved)}, now it is {', '.join(now)}; "
+            "restore data.path or data.streams, or start a new run from these weights with warm_start.weights"
+        )
+    for name, fingerprint in now.items():
+        if saved[name] != fingerprint:
+            raise RunError(
+                f"training data {name!r}: the sequences have changed since the run began; restore data.path or "
+                "data.streams, and the dataset, or start a new run"
+            )
+
+
 class DataRecord(StepCallback):
     """Writes a line of data.jsonl every `interval` steps and after the last step; see `stackexp.data.hash_log`.
 
     With several sources, the step metrics also include `train/sequences/<name>`: how many sequences of each source
     have been used (rounded to float32; data.jsonl has the exact counts). Checkpoints hold the hash, the counts and the
-    fingerprint of every source, so that a resumed run continues them exactly. Raises RunError if a source has changed
-    since the run began.
+    fingerprint of every source, so that a resumed run continues them exactly; see `check_sources`.
     """
 
     def __init__(self, folder: Path, interval: int):
@@ -36,7 +51,7 @@ class DataRecord(StepCallback):
     def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         if not (saved := checkpoint.get(KEY)):
             raise RunError("the checkpoint has no record of its training data; start a new run")
-        self._hash, self._counts, self._fingerprints = saved["hash"], saved["sequences"], saved["sources"]
+        self._hash, self._counts = saved["hash"], saved["sequences"]
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
@@ -44,21 +59,10 @@ class DataRecord(StepCallback):
             checkpoint[KEY] = {"hash": self._hash, "sequences": self._counts, "sources": self._fingerprints}
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Check that the sources have not changed, and open the file."""
+        """Open the file."""
         super().on_train_start(trainer, module)
-        saved, self._fingerprints = self._fingerprints, trainer.datamodule.training_sources()
+        self._fingerprints = trainer.datamodule.training_sources()
         self._names = list(self._fingerprints)
-        if saved and saved.keys() != self._fingerprints.keys():
-            raise RunError(
-                f"the run began with the training data {', '.join(saved)}, now it is {', '.join(self._fingerprints)}; "
-                "restore data.path or data.streams, or start a new run from these weights with warm_start.weights"
-            )
-        for name, fingerprint in self._fingerprints.items():
-            if saved.get(name, fingerprint) != fingerprint:
-                raise RunError(
-                    f"training data {name!r}: the sequences have changed since the run began; restore the dataset, or "
-                    "start a new run"
-                )
         self._counts = self._counts or [0] * len(self._names)
         if trainer.is_global_zero:
             truncate_hash_log(self._folder, self._step)
