@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stackexp import __version__
 from stackexp.config.compose import to_yaml
@@ -134,11 +134,14 @@ class RunFolder:
     def best_checkpoint(self) -> Path | None:
         """Return the validated checkpoint with the lowest mean validation loss, or None.
 
-        Among checkpoints with an accuracy of 1, the latest is the best. One with a damaged manifest is never the best.
+        Among checkpoints with an accuracy of 1, the latest is the best. One with a damaged manifest is never the best,
+        nor one that was validated on other data than the latest, because a resumed run may change the validation.
         """
-        losses = {path: read_validation(path) for path in self.list_checkpoints() if _has_intact_manifest(path)}
-        validated = {path: loss for path, loss in losses.items() if loss is not None}
-        return min(sorted(validated, reverse=True), key=validated.__getitem__, default=None)
+        found = ((path, read_validation(path)) for path in self.list_checkpoints()[::-1] if _has_intact_manifest(path))
+        validated = {path: scores for path, scores in found if scores}
+        data = next((scores.data for scores in validated.values()), None)
+        losses = {path: scores.loss for path, scores in validated.items() if scores.data in (None, data)}
+        return min(losses, key=losses.__getitem__, default=None)
 
     def find_tokenizer(self, checkpoint: Path | None = None) -> Path | None:
         """Return the path of tokenizer.json, or None if the run has no tokenizer.
@@ -446,14 +449,21 @@ def damaged_error(path: Path, reason: BaseException | str) -> DamagedCheckpointE
     return DamagedCheckpointError(path, reason if isinstance(reason, str) else first_line(reason))
 
 
-def write_validation(checkpoint: Path, loss: float, accuracy: float | None) -> None:
-    """Write the mean scores of the validation of a checkpoint; `best_checkpoint` compares them."""
-    scores = {"loss": loss, "accuracy": accuracy, "manifest_sha256": compute_sha256(checkpoint / MANIFEST)}
-    write_hashed_json(checkpoint / VALIDATION, scores)
+class Validation(NamedTuple):
+    """The scores by which `best_checkpoint` compares checkpoints."""
+
+    loss: float  # 0 for an accuracy of 1
+    data: str | None  # a hash of the scored data; None in runs of earlier versions
 
 
-def read_validation(checkpoint: Path) -> float | None:
-    """Return the loss of a checkpoint's validation, 0 for an accuracy of 1; None if it is not validated or not finite.
+def write_validation(checkpoint: Path, loss: float, accuracy: float | None, data: str) -> None:
+    """Write the mean scores of the validation of a checkpoint; `data` is a hash of the scored data."""
+    scores = {"loss": loss, "accuracy": accuracy, "data": data}
+    write_hashed_json(checkpoint / VALIDATION, scores | {"manifest_sha256": compute_sha256(checkpoint / MANIFEST)})
+
+
+def read_validation(checkpoint: Path) -> Validation | None:
+    """Return the scores of a checkpoint's validation; None if it is not validated, or its loss is not finite.
 
     Raises RunError if the scores have been edited, or are those of another checkpoint.
     """
@@ -463,7 +473,8 @@ def read_validation(checkpoint: Path) -> float | None:
     scores = read_hashed_json(path, "delete the file")
     if scores["manifest_sha256"] != compute_sha256(checkpoint / MANIFEST):
         raise RunError(f"{path}: the scores of another checkpoint; delete the file")
-    return 0.0 if scores["loss"] is not None and scores["accuracy"] == 1 else scores["loss"]
+    loss = scores["loss"]
+    return None if loss is None else Validation(0.0 if scores["accuracy"] == 1 else loss, scores.get("data"))
 
 
 def _has_intact_manifest(checkpoint: Path) -> bool:

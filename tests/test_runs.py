@@ -15,7 +15,7 @@ import pytest
 from stackexp import __version__, runs
 from stackexp.config.compose import compose, load_config
 from stackexp.errors import FolderBusyError, RunError
-from stackexp.files import try_lock, write_hashed_json
+from stackexp.files import read_json, try_lock, write_hashed_json
 from stackexp.run_result import RunResult
 from stackexp.runs import RunFolder
 from stackexp.training.objectives import sum_earlier_sessions
@@ -102,7 +102,7 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(config):
         runs.write_manifest(folder.checkpoints / runs.format_checkpoint_name(step), step, None)
     assert folder.best_checkpoint() is None, "none was validated"
     for step, loss, accuracy in ((10, 3.0, 0.5), (20, 2.0, None), (30, 2.5, 0.9), (40, math.nan, None)):
-        runs.write_validation(folder.checkpoints / runs.format_checkpoint_name(step), loss, accuracy)
+        runs.write_validation(folder.checkpoints / runs.format_checkpoint_name(step), loss, accuracy, "a")
     assert folder.best_checkpoint().name == "00000020", "metrics.jsonl can be edited"
     scores = folder.checkpoints / "00000030" / "validation.json"
     shutil.copy(folder.checkpoints / "00000020" / "validation.json", scores)
@@ -121,8 +121,22 @@ def test_latest_checkpoint_without_mistakes_is_best(config):
         path = folder.checkpoints / runs.format_checkpoint_name(step)
         add_checkpoint(folder, path.name)
         runs.write_manifest(path, step, None)
-        runs.write_validation(path, loss, accuracy)
+        runs.write_validation(path, loss, accuracy, "a")
     assert folder.best_checkpoint().name == "00000020"
+
+
+def test_losses_on_other_data_than_the_latest_are_not_compared(config):
+    folder = create_run(config)
+    for step, loss, data in ((10, 1.0, "a"), (20, 2.0, "b"), (30, 3.0, "b"), (40, math.nan, "a")):
+        path = folder.checkpoints / runs.format_checkpoint_name(step)
+        add_checkpoint(folder, path.name)
+        runs.write_manifest(path, step, None)
+        runs.write_validation(path, loss, None, data)
+    assert folder.best_checkpoint().name == "00000020"
+    oldest = folder.checkpoints / "00000010" / "validation.json"
+    scores = read_json(oldest)
+    write_hashed_json(oldest, {key: scores[key] for key in ("loss", "accuracy", "manifest_sha256")})
+    assert folder.best_checkpoint().name == "00000010", "earlier versions did not record the data"
 
 
 def test_the_tokenizer_is_bound_to_the_run_and_its_checkpoints(config, tmp_path):

@@ -125,6 +125,12 @@ def list_figure_options(config: ExperimentConfig) -> list[Any]:
     return [[key, options[key]] for key in sorted(options) if changes_scores(options, key)]
 
 
+def hash_validation(config: ExperimentConfig, data: ExperimentData) -> str:
+    """Return a hash of everything but the weights that determines the scores of a validation during training."""
+    sets = [[dataset.name, dataset.identity] for dataset in data.sets("validate")]
+    return hash_values([list_figure_options(config), data.eval_limit, sets])
+
+
 def identify_checkpoint(checkpoint: Path) -> list:
     """Return the key of the weights and a hash of the checkpoint's manifest, or the size and time of a weights file.
 

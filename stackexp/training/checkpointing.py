@@ -31,6 +31,7 @@ from stackexp.config.trainer import TrainerConfig
 from stackexp.config.yaml_files import flatten
 from stackexp.datamodules.base import check_resumable
 from stackexp.errors import DamagedCheckpointError, RunError, StoppedError, first_line
+from stackexp.evaluation.request import hash_validation
 from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS, TRAIN_LOSS
 from stackexp.models import checkpoints
 from stackexp.models.checkpoints import CHECKPOINT_VERSION, CheckpointWriter
@@ -222,7 +223,8 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
         if trainer.is_global_zero and path.is_dir():
             tags = module.tag_validation_scores()
             if AVERAGE_LOSS in tags:
-                write_validation(path, tags[AVERAGE_LOSS], tags.get(AVERAGE_ACCURACY))
+                data = hash_validation(module.config, trainer.datamodule)
+                write_validation(path, tags[AVERAGE_LOSS], tags.get(AVERAGE_ACCURACY), data)
 
     def on_validation_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Save the last step if a callback has ended the training in this validation, such as EarlyStopping."""
@@ -373,7 +375,8 @@ def check_resumed_config(
 ) -> None:
     """Raise RunError, naming the first option that differs, if the config cannot resume the checkpoint's run.
 
-    Options that may change within a run are logged if they are in `overridden`, and refused otherwise.
+    Options that may change within a run are logged if they are in `overridden`, and refused otherwise. Options of the
+    evaluation are only logged.
     """
     ours, theirs = flatten_config(config), flatten(state["stackexp"]["config"])
     if changed := find_changed_keys(ours, theirs, ["training"]):
@@ -383,9 +386,10 @@ def check_resumed_config(
             f"{path}: {kind}: {key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the config; "
             "resume with the run's own config.yaml, or start a new run"
         )
-    for key in find_changed_keys(ours, theirs, ["continuation"]):
+    continuation = find_changed_keys(ours, theirs, ["continuation"])
+    for key in [*continuation, *find_changed_keys(ours, theirs, ["evaluation"])]:
         before, now = theirs.get(key), ours.get(key)
-        if key not in overridden:
+        if key in continuation and key not in overridden:
             raise RunError(
                 f"{path}: {key} is {before} in the checkpoint, {now} in the config; to change it from here on, add "
                 f"the override {key}={now}"

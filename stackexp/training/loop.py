@@ -41,7 +41,7 @@ def train(
 
     The run starts in a new folder, or in `run_folder`. It resumes from `ckpt_path` ("last" for the newest unfinished
     run of this name, or the path of a checkpoint), or from the newest checkpoint in `run_folder`. `overridden` are the
-    keys that this command sets, such as trainer.max_steps; in a resumed run, no other option may change.
+    keys that this command sets, such as trainer.max_steps; in a resumed run, no other training option may change.
 
     Raises:
         ConfigError: a package, backend or benchmark of the config is not available.

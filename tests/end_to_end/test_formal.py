@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,17 @@ def test_the_checkpoint_with_the_lowest_validation_loss_is_tested(forks, folder)
     assert read_result(diverged, f"test-{best['step']:08}.json")["accuracy"] == result["accuracy"]
     forks.run("test", "--run", diverged.path, "--ckpt_path", "last")
     assert read_result(diverged, "test-last.json")["step"] == 40
+
+
+def test_losses_of_other_validation_sets_do_not_choose_the_tested_checkpoint(forks, folder, run):
+    resumed = RunFolder(Path(shutil.copytree(run.path, folder / "changed" / "tiny" / "0")))
+    resumed.result.unlink()
+    longer = ("data.validation_max_length=40", "trainer.max_steps=80")
+    printed = forks.run("fit", "--run", resumed.path, *longer)
+    assert "data.validation_max_length changes from 10 to 40 after step 60" in printed
+    result, (*earlier, last) = read_result(resumed), read_validations(resumed)
+    assert min(line[LOSS] for line in earlier) < last[LOSS], "longer strings are harder"
+    assert (result["tested_step"], result["validation_loss"]) == (80, last[LOSS])
 
 
 @pytest.mark.process

@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.datamodules.base import ExperimentData
 from stackexp.errors import RunError
-from stackexp.evaluation.request import EvaluationRequest, ResumableEvaluation, Sets, Stage
+from stackexp.evaluation.request import EvaluationRequest, ResumableEvaluation, Sets, Stage, hash_validation
 from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS, AVERAGED_STEPS, TRAIN_LOSS
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
@@ -131,13 +131,14 @@ class Objective(ABC):
         evaluation.run(session.trainer, session.module, self.find_scored_sets(session))
         return evaluation
 
-    def _store_final_validation(self, folder: RunFolder, result: dict[str, Any]) -> None:
+    def _store_final_validation(self, session: Session, result: dict[str, Any]) -> None:
         """Store the final loss with the last checkpoint, unless it was validated or validations score only samples."""
-        newest, loss = folder.newest_checkpoint(), result.get("average", {}).get("loss")
+        newest, loss = session.folder.newest_checkpoint(), result.get("average", {}).get("loss")
         if newest is None or int(newest.name) != result["steps"] or loss is None or self.validates_samples:
             return
         if read_validation(newest) is None:
-            write_validation(newest, loss, result["average"].get("accuracy"))
+            data = hash_validation(self.config, session.data)
+            write_validation(newest, loss, result["average"].get("accuracy"), data)
 
     def write_result(self, session: Session, sets: Sets) -> None:
         """Write the final scores to TensorBoard, then to result.json, and print them. Call it on rank 0 only.
@@ -164,7 +165,7 @@ class Objective(ABC):
         session.metrics_log.finish(steps, scores, train_loss, result.get("sample"))
         if "tensorboard" in self.config.logging.loggers:
             self.write_events(session.folder, result)
-        self._store_final_validation(session.folder, result)
+        self._store_final_validation(session, result)
         session.folder.write_result(final)
         print(
             f"\ntraining loss {losses[0]:.3f} (first step), {average_last(losses):.3f} (mean of the last "
