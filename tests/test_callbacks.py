@@ -67,11 +67,24 @@ def test_callbacks_measure_then_request_then_log_then_save(tmp_path):
     assert [type(callback).__name__ for callback in built] == [*order, "MissedValidation", "StepCheckpoint"]
 
 
-def test_callbacks_that_save_checkpoints_are_refused(tmp_path):
-    entry = '{class: "lightning.pytorch.callbacks:ModelCheckpoint", options: {dirpath: mc}}'
+@pytest.mark.parametrize(
+    ("name", "options", "advice"),
+    [
+        ("ModelCheckpoint", "{dirpath: mc}", ", and set trainer.checkpoint_interval"),
+        ("GradientAccumulationScheduler", "{scheduling: {0: 2}}", ", and set data.micro_batch_size"),
+        ("BatchSizeFinder", "{}", ", and set data.micro_batch_size"),
+        ("LearningRateFinder", "{}", ", and set optimizer.lr"),
+        ("StochasticWeightAveraging", "{swa_lrs: 0.001}", ", and set trainer.ema_decay"),
+        ("EMAWeightAveraging", "{}", ", and set trainer.ema_decay"),
+        ("ModelPruning", "{pruning_fn: l1_unstructured}", ""),
+    ],
+)
+def test_callbacks_that_change_weights_steps_or_checkpoints_are_refused(tmp_path, name, options, advice):
+    entry = f'{{class: "lightning.pytorch.callbacks:{name}", options: {options}}}'
     config, folder = compose(["quickstart"], [f"trainer.callbacks=[{entry}]"]), RunFolder(tmp_path)
-    with pytest.raises(ConfigError, match=r"ModelCheckpoint is not supported.*; remove it, and set trainer.checkpoint"):
+    with pytest.raises(ConfigError) as caught:
         build_callbacks(config, Start(folder), MetricsLog(folder, config), SimpleNamespace(), [])
+    assert str(caught.value) == f"trainer.callbacks: {name} is not supported; remove it{advice}"
 
 
 def test_tokens_per_second_are_measured_between_step_ends(clock, module):

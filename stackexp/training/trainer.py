@@ -1,5 +1,6 @@
 """The Lightning Trainer of a config (for fit, validate and test), its callbacks, and a check that the model fits."""
 
+import itertools
 import logging
 import warnings
 from collections.abc import Sequence
@@ -25,6 +26,18 @@ from stackexp.training.checkpointing import Start, StepCheckpoint, build_strateg
 from stackexp.training.lightning_internals import keep_signal_handlers
 from stackexp.training.processes import Processes
 from stackexp.training.signals import StopRequest
+
+UNSUPPORTED: dict[type[pl.Callback], str] = {  # -> the option to set instead
+    pl.callbacks.ModelCheckpoint: "trainer.checkpoint_interval",
+    OnExceptionCheckpoint: "trainer.checkpoint_interval",
+    pl.callbacks.GradientAccumulationScheduler: "data.micro_batch_size",
+    pl.callbacks.BatchSizeFinder: "data.micro_batch_size",
+    pl.callbacks.LearningRateFinder: "optimizer.lr",
+    pl.callbacks.StochasticWeightAveraging: "trainer.ema_decay",
+    pl.callbacks.WeightAveraging: "trainer.ema_decay",
+    pl.callbacks.ModelPruning: "",
+}
+"""Callbacks of Lightning that save checkpoints, or change the weights or the steps, and so their record in the run."""
 
 
 def build_trainer(
@@ -68,9 +81,10 @@ def build_callbacks(
     comes before all others, so that its trace includes them.
     """
     own = [build_class("trainer.callbacks", entry, pl.Callback) for entry in config.trainer.callbacks]
-    if saving := [type(x).__name__ for x in own if isinstance(x, pl.callbacks.ModelCheckpoint | OnExceptionCheckpoint)]:
-        problem = f"{saving[0]} is not supported, because stackexp saves checkpoints itself"
-        raise ConfigError(f"trainer.callbacks: {problem}; remove it, and set trainer.checkpoint_interval")
+    for callback, (cls, option) in itertools.product(own, UNSUPPORTED.items()):
+        if isinstance(callback, cls):
+            problem = f"{type(callback).__name__} is not supported"
+            raise ConfigError(f"trainer.callbacks: {problem}; remove it" + f", and set {option}" * bool(option))
     has_own_bar = any(isinstance(callback, pl.callbacks.ProgressBar) for callback in own)
     return [
         *([Profiler(start.folder.path, config.trainer.profile)] if config.trainer.profile else []),
