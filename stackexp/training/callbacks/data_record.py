@@ -86,12 +86,11 @@ class DataRecord(StepCallback):
             self._write(trainer, module)
 
     def on_train_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Write the line of the last step if a callback has ended the training early."""
-        if self._step % self._interval and self._step != trainer.max_steps:
-            if trainer.is_global_zero:
-                truncate_hash_log(self._folder, self._step - 1)  # a run that resumes after its last step has the line
-            self._update(trainer, module)
-            self._write(trainer, module)
+        """Write the line of the last step, which a callback or a lower `max_steps` may have chosen only now."""
+        if trainer.is_global_zero:
+            truncate_hash_log(self._folder, self._step - 1)  # `on_step_end` may have written the line
+        self._update(trainer, module)
+        self._write(trainer, module)
 
     def _update(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Add the steps of all ranks since the last update to the hash and the counts. Every rank must call it."""
