@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from stackexp.cli import main
 from stackexp.config.compose import compose, load_config
 from stackexp.errors import FolderBusyError, RunError
 from stackexp.files import make_temporary_path
+from stackexp.models.checkpoints import load_state
 from stackexp.runs import MARKER, RunFolder, read_manifest, write_manifest
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.checkpointing import check_resumed_config, find_start
@@ -182,6 +184,23 @@ def test_number_of_steps_changes_only_by_an_override(trained, unfinished, caplog
     assert message.endswith("add the override trainer.max_steps=20")
     assert find_start(longer, None, str(unfinished.path), overridden=["trainer.max_steps"]).step == 12
     assert "trainer.max_steps changes from 12 to 20 after step 12" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "option", ["trainer.spike_threshold=null", "trainer.callbacks=[{class: 'my_package:Stop', options: {at: 9}}]"]
+)
+def test_the_suggested_override_can_be_entered(trained, unfinished, option):
+    changed = compose([str(trained / "config.yaml")], [option])
+    (override,) = shlex.split(get_error(changed, None, str(unfinished.path)).partition("add the override ")[2])
+    assert compose([str(trained / "config.yaml")], [override]) == changed
+
+
+def test_a_run_may_end_at_its_newest_checkpoint(unfinished, invoke):
+    shutil.rmtree(unfinished.checkpoints / "00000012")
+    invoke("fit --run", unfinished.path, "trainer.max_steps=8")
+    result, saved = unfinished.read_result(), load_state(unfinished.checkpoints / "00000008")["data_record"]
+    assert (result.steps, result.figures["sequences"]) == (8, {"train": 64})
+    assert result.figures["data_hash"] == {"8": saved["hash"]}
 
 
 def test_replaced_configs_are_kept(trained, unfinished):

@@ -5,8 +5,10 @@
 """
 
 import itertools
+import json
 import logging
 import random
+import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,10 +177,10 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
     def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Restore the random states, those of rank 0 on all ranks, and rescale the progress."""
         state = checkpoint["stackexp"]
-        before, now = state["config"]["trainer"]["max_steps"], self._config.max_steps
-        self._is_ended = (
-            state.get("is_ended", False) and before == now and _contains(self._folder, Path(str(trainer.ckpt_path)))
-        )
+        before, now = state["config"]["trainer"], self._config
+        is_same = (before["max_steps"], before.get("callbacks", [])) == (now.max_steps, now.callbacks)
+        is_own = _contains(self._folder, Path(str(trainer.ckpt_path)))
+        self._is_ended = state.get("is_ended", False) and is_same and is_own
         self._loaded = checkpoint["global_step"], has_position(checkpoint)
         random.setstate(state["python_rng"])
         if "numpy_rng" in state:  # not in checkpoints of earlier versions
@@ -392,6 +394,6 @@ def check_resumed_config(
         if key in continuation and key not in overridden:
             raise RunError(
                 f"{path}: {key} is {before} in the checkpoint, {now} in the config; to change it from here on, add "
-                f"the override {key}={now}"
+                f"the override {shlex.quote(f'{key}={json.dumps(now)}')}"
             )
         log.warning("%s changes from %s to %s after step %s", key, before, now, state["global_step"])

@@ -232,6 +232,9 @@ def test_a_stop_in_the_middle_of_an_accumulated_step_ends_the_run_after_it(tiny,
     run.result.unlink()
     assert main(["fit", "--run", str(run.path)]) == 0
     assert run.read_result().steps == 5
+    run.result.unlink()
+    assert main(["fit", "--run", str(run.path), "trainer.callbacks=[]"]) == 0
+    assert run.read_result().steps == 12, "without the callback, the run continues"
 
 
 EARLY_STOPPING = {"monitor": "val/loss/average", "stopping_threshold": 100.0}  # the first validation is better
