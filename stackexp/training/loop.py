@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from stackexp.config import registry
@@ -125,10 +126,14 @@ def _append_advice(folder: RunFolder) -> Iterator[None]:
         raise
     except RunError as error:
         raise RunError(f"{error}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):  # torch's handler of SIGCHLD raises a plain RuntimeError
+    except (RuntimeError, MisconfigurationException) as error:
+        reason = first_line(error).rstrip(".")
+        if "DataLoader worker" in reason:  # torch's handler of SIGCHLD raises a plain RuntimeError
+            reason += "; if it ran out of memory, lower data.num_workers"
+        elif isinstance(error, MisconfigurationException) or reason.startswith("Early stopping conditioned on"):
+            reason = f"trainer.callbacks: {reason}"  # Lightning's callbacks check their options during training
+        else:
             raise
-        reason = f"{first_line(error).rstrip('.')}; if it ran out of memory, lower data.num_workers"
         raise RunError(f"{reason}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
     except (OSError, MemoryError) as error:
         error.add_note(f"resume with `{format_resume_command(folder)}`")

@@ -66,6 +66,24 @@ def test_unusable_corpus_creates_no_run_folder(invoke, corpus, tiny, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        (
+            "EarlyStopping",
+            "{monitor: val_loss}",
+            "Early stopping conditioned on metric `val_loss` which is not available",
+        ),
+        ("LearningRateMonitor", "{}", "Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger"),
+    ],
+)
+def test_mistakes_in_the_options_of_callbacks_are_reported(invoke, tiny, name, options, reason):
+    entry = f'{{class: "lightning.pytorch.callbacks:{name}", options: {options}}}'
+    line = invoke("fit --config", tiny, f"trainer.callbacks=[{entry}]", "trainer.val_check_interval=4", expect=1)
+    assert line.startswith(f"error: trainer.callbacks: {reason}")
+    assert "; last good checkpoint: " in line
+
+
 def test_token_ids_beyond_the_vocabulary_are_reported(invoke, corpus, tiny, tmp_path):
     damaged = tmp_path / "damaged"
     shutil.copytree(corpus["train"], damaged)
