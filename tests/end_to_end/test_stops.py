@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from stackexp.cli import main
 from stackexp.errors import RunError
-from stackexp.files import read_json_lines
+from stackexp.files import read_json_lines, write_json_lines
 from stackexp.runs import RunFolder
 from stackexp.training import signals
 from stackexp.training.callbacks import steps
@@ -235,6 +235,42 @@ def test_a_stop_in_the_middle_of_an_accumulated_step_ends_the_run_after_it(tiny,
     run.result.unlink()
     assert main(["fit", "--run", str(run.path), "trainer.callbacks=[]"]) == 0
     assert run.read_result().steps == 12, "without the callback, the run continues"
+
+
+def test_the_validation_of_a_stop_by_a_callback_survives_a_kill(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stopper.py").write_text(STOPPER)
+    options = ["trainer.val_check_interval=3", "trainer.checkpoint_interval=3", "logging.progress_bar=false"]
+    assert main(["fit", "--config", str(tiny), *options, "trainer.callbacks=['stopper.py:Stopper']"]) == 0
+    run = only_run(tmp_path / "runs")
+    whole, scores = record(run), run.read_result().figures["sets"]
+    assert list_validations(run) == [3, 5], "Lightning validates at the stop"
+    for kept in (whole, whole[:-1]):  # killed after and before this validation
+        run.result.unlink()
+        write_json_lines(run.metrics, [{"time": 0.0} | line for line in kept])
+        assert main(["fit", "--run", str(run.path)]) == 0
+        assert (record(run), run.read_result().figures["sets"]) == (whole, scores)
+    run.result.unlink()
+    shutil.rmtree(run.newest_checkpoint())
+    assert main(["fit", "--run", str(run.path), "trainer.val_check_interval=2"]) == 0
+    assert list_validations(run) == [3, 4, 5]
+
+
+def list_validations(run: RunFolder) -> list[int]:
+    return [line["step"] for line in record(run) if "val/loss/average" in line]
+
+
+def test_a_branch_gives_callbacks_the_validation_of_its_checkpoint(tiny, tmp_path):
+    options = {"monitor": "val/loss/average", "mode": "max", "patience": 2}
+    callback = {"class": "lightning.pytorch.callbacks:EarlyStopping", "options": options}
+    fit = ["fit", "--config", str(tiny), f"trainer.callbacks=[{json.dumps(callback)}]", "trainer.keep_checkpoints=9"]
+    fit += ["trainer.val_check_interval=2", "trainer.checkpoint_interval=2", "logging.progress_bar=false"]
+    assert main(fit) == 0
+    whole = only_run(tmp_path / "runs")
+    assert list_validations(whole) == [2, 4, 6], "the loss falls, so the run stops"
+    assert main([*fit, "name=branch", "--ckpt_path", str(whole.checkpoints / "00000004")]) == 0
+    after = [line for line in record(whole) if line["step"] > 4 or (line["step"] == 4 and "train/loss" not in line)]
+    assert record(only_run(tmp_path / "runs", "branch")) == after
 
 
 EARLY_STOPPING = {"monitor": "val/loss/average", "stopping_threshold": 100.0}  # the first validation is better

@@ -132,6 +132,16 @@ class MissedValidation(pl.Callback):
 
     def __init__(self, folder: RunFolder, config: TrainerConfig, start_step: int):
         self._folder, self._config, self._start_step = folder, config, start_step
+        self._is_due = self._needs_scores = False
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """Decide if a validation is due at any step, and if callbacks of the user need its scores.
+
+        Lightning validates when a callback ends the run. `MetricsLog` deletes the line of a validation to be repeated.
+        """
+        state, logged = checkpoint["stackexp"], self._folder.find_logged_tags(checkpoint["global_step"])
+        self._is_due = state.get("is_ended", False) or AVERAGE_LOSS in logged
+        self._needs_scores = bool(self._config.callbacks) and not state.get("is_validated", False)
 
     def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Make Lightning start a fit that has no steps left."""
@@ -144,9 +154,13 @@ class MissedValidation(pl.Callback):
         set_max_steps(trainer, self._config.max_steps)
 
     def is_missing(self, step: int, data: Any) -> bool:
-        """Return True if a validation was due after `step`, but the run ended before it was logged."""
+        """Return True if a validation was due after `step`, but the run ended before it was logged.
+
+        The log of a branch does not have the step. It repeats the validation only if callbacks need the scores.
+        """
         interval = self._config.val_check_interval
-        if not interval or step % interval or not data.list_set_names("validate"):
+        is_due = self._is_due or (interval and step % interval == 0)
+        if not is_due or not data.list_set_names("validate"):
             return False
         logged = self._folder.find_logged_tags(step)
-        return TRAIN_LOSS in logged and AVERAGE_LOSS not in logged
+        return (self._needs_scores or TRAIN_LOSS in logged) and AVERAGE_LOSS not in logged
