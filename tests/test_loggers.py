@@ -164,6 +164,19 @@ def test_a_logger_receives_the_lines_that_earlier_sessions_have_not_sent(client,
     assert find_sent_lines(logger, run).includes(validation)
 
 
+def test_a_logger_of_the_user_receives_no_line_twice_after_two_kills(tmp_path):
+    run, logger, options = RunFolder(tmp_path), Lines(), []
+    logger.log_hyperparams = options.append
+    lines = [{"step": step, "tokens": 8 * step, "time": 1.5, LOSS: 4.5} for step in range(1, 12)]
+    for last in (0, 11, 9):  # a new run, and sessions after kills at steps 11 and 9
+        write_json_lines(run.metrics, lines[:last])
+        open_logger(logger, compose(["quickstart"]), run)
+        sent = find_sent_lines(logger, run)
+    assert all(sent.includes(line) for line in lines)
+    assert not sent.includes(lines[-1] | {"step": 12})
+    assert len(options) == 1, "only of the new run"
+
+
 def test_local_files_have_each_step_once_after_a_kill(tiny, tmp_path):
     loggers = "logging.loggers=[tensorboard,csv]"
     fit(tiny, loggers)

@@ -31,7 +31,7 @@ from stackexp.config.experiment import LOGGERS, ExperimentConfig
 from stackexp.config.model import PAPER_SYMBOLS
 from stackexp.config.registry import build_class
 from stackexp.errors import ConfigError
-from stackexp.files import write_atomically
+from stackexp.files import read_json, write_atomically, write_json
 from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
 from stackexp.runs import RunFolder
 
@@ -92,7 +92,7 @@ def open_logger(logger: Logger, config: ExperimentConfig, run: RunFolder) -> Non
     """Open a logger, which may need a network, and log the options of a new run. Call it on rank 0 only."""
     if isinstance(logger, CSVLogger) and Path(logger.log_dir) == run.path / "csv":  # never a folder of the user
         shutil.rmtree(logger.log_dir, ignore_errors=True)
-    is_new = True
+    is_new = not _get_sent_file(logger, run).exists()
     for cls, name in ((WandbLogger, "wandb"), (MLFlowLogger, "mlflow")):
         if isinstance(logger, cls):
             path = run.path / f"logger.{name}"
@@ -130,7 +130,19 @@ def find_sent_lines(logger: Logger, run: RunFolder) -> SentLines:
     else:
         step = max((line["step"] for line in run.read_metrics()), default=0)
     lines = [_select_tags(line) for line in run.read_metrics() if line["step"] == step]
-    return SentLines(step, frozenset(tag for tags in lines if _has_received(logger, step, tags) for tag in tags))
+    sent = SentLines(step, frozenset(tag for tags in lines if _has_received(logger, step, tags) for tag in tags))
+    if not isinstance(logger, WandbLogger | MLFlowLogger):  # an earlier session may have sent more, and been repeated
+        file = _get_sent_file(logger, run)
+        earlier: dict[str, Any] = read_json(file) if file.exists() else {"step": 0, "tags": []}
+        known = SentLines(earlier["step"], frozenset(earlier["tags"]))
+        sent = max(known, sent, key=lambda sent: (sent.step, len(sent.tags)))
+        write_json(file, {"step": sent.step, "tags": sorted(sent.tags)})
+    return sent
+
+
+def _get_sent_file(logger: Logger, run: RunFolder) -> Path:
+    """Return the file with the newest lines that a logger of the user has received."""
+    return run.path / f"logger.{type(logger).__name__}.json"
 
 
 def _has_received(logger: Logger, step: int, tags: dict[str, float]) -> bool:
