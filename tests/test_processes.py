@@ -12,7 +12,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import ConfigError, RunError
-from stackexp.training.processes import Processes, _connect, _exit_with_children, _find_environment
+from stackexp.training import watchdog
+from stackexp.training.processes import Processes, _connect, _exit_with_children, _find_environment, start_processes
 
 ERRORS = (ConfigError("a"), RunError("b"), FileNotFoundError("c"))
 
@@ -41,6 +42,33 @@ def test_errors_of_rank_0_are_raised_on_every_rank(forks):
         *("0 a False", "0 b False", "0 c False"),
         *("1 a True", "1 b True", "1 c True"),
     ]
+
+
+def prepare_slowly(*_: object) -> int:
+    """Prepare on rank 1, and decide on rank 0, for longer than the timeouts."""
+    trainer = TrainerConfig(devices=2, collective_timeout_seconds=3, startup_timeout_seconds=5)
+    with start_processes(trainer, "cpu") as processes:
+        found = processes.run_on_all(lambda: time.sleep(12 * processes.rank) or processes.rank)
+        print(found, processes.run_on_first(lambda: time.sleep(12) or "decided"), flush=True)
+    return 0
+
+
+@pytest.mark.process
+def test_preparation_may_take_longer_than_the_timeouts(forks):
+    lines = forks.run(ranks=2, function=prepare_slowly).splitlines()
+    assert sorted(line for line in lines if line[0] in "01") == ["0 decided", "1 decided"]
+
+
+def test_a_paused_watchdog_finds_no_hang(monkeypatch):
+    monkeypatch.setattr(watchdog, "_connect_store", lambda rank, size: dist.HashStore())
+    dog = watchdog.Watchdog(0, 1, 10, 5, lambda: None)
+    processes = Processes(0, 1, LightningEnvironment(), dog)
+    for run in (processes.run_on_all, processes.run_on_first):
+        dog._last_progress -= 100
+        assert run(dog._check) is None
+    assert dog._check() is None, "the startup begins again"
+    dog._last_progress -= 100
+    assert dog._check().startswith("no progress for 10 s: rank 0 at ")
 
 
 @pytest.mark.parametrize("count", [1, 4])

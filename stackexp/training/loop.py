@@ -59,9 +59,6 @@ def train(
             if processes.is_first:
                 print(f"{start.folder.path}: this run is finished (it has a result.json)")
             return start.folder
-        if processes.watchdog:
-            processes.watchdog.advice = f"resume with `{format_resume_command(start.folder)}`"
-
         check_model_fits(config)
         warm_start = None if start.checkpoint else processes.run_on_first(lambda: prepare_warm_start(config))
         pl.seed_everything(config.seed, verbose=False)
@@ -105,6 +102,8 @@ def _work_in_folder(session: Session, start: Start, objective: Objective) -> Ite
             stack.enter_context(new)
             print(_format_header(objective, session.module, start), flush=True)
             objective.warn_about_limits("fit")
+        if session.processes.watchdog:
+            session.processes.watchdog.advice = f"resume with `{format_resume_command(start.folder)}`"
         with _append_advice(start.folder):
             yield
 

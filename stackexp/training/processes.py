@@ -48,17 +48,19 @@ class Processes:
         return self.rank == 0
 
     def run_on_first(self, decide: Callable[[], T]) -> T:
-        """Call `decide` on rank 0 only; return its result on every rank.
+        """Call `decide` on rank 0 only, however long it takes; return its result on every rank.
 
         A ConfigError, RunError or OSError of rank 0 is raised on every rank. Any other error is raised only on rank 0,
         and the watchdog ends the other ranks.
         """
         if self.size == 1:
-            return decide()
+            with self._pause_watchdog():
+                return decide()
         result: list[Any] = [None, None]
         if self.is_first:
             try:
-                result[0] = decide()
+                with self._pause_watchdog():
+                    result[0] = decide()
             except (ConfigError, RunError, OSError) as error:
                 result[1] = error
         dist.broadcast_object_list(result)
@@ -68,17 +70,19 @@ class Processes:
         return result[0]
 
     def run_on_all(self, load: Callable[[], T]) -> T:
-        """Call `load` on every rank; return its result, or raise its error, on the same rank.
+        """Call `load` on every rank, however long it takes; return its result, or raise its error, on the same rank.
 
         Only rank 0 logs the warnings of `stackexp.data`. A RunError that rank 0 raises too is reported only there.
         """
         if self.size == 1:
-            return load()
+            with self._pause_watchdog():
+                return load()
         error, log, result = None, logging.getLogger("stackexp.data"), None
         if not self.is_first:
             log.setLevel(logging.ERROR)
         try:
-            result = load()
+            with self._pause_watchdog():
+                result = load()
         except RunError as raised:
             error = raised
         finally:
@@ -89,6 +93,9 @@ class Processes:
             error.is_reported = not self.is_first and messages[0] == str(error)  # type: ignore[attr-defined]
             raise error
         return result  # type: ignore[return-value]
+
+    def _pause_watchdog(self) -> contextlib.AbstractContextManager[None]:
+        return self.watchdog.pause() if self.watchdog else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -234,7 +241,7 @@ def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_typ
             store=store,
             rank=rank,
             world_size=size,
-            timeout=collective + startup,
+            timeout=timedelta(days=30),  # the watchdog ends hanging processes, unless one of them is paused
             device_id=torch.device("cuda", local) if device_type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError) as error:

@@ -42,8 +42,8 @@ class Watchdog(pl.Callback):
 
     If a process is gone, or no process makes progress for `timeout` seconds, each process prints one line that names
     the process and exits with code 1, because a collective that waits for that process would never return. `startup`
-    more seconds are allowed until the first batch ends. `clean_up` is called before the exit. The line ends with
-    `advice`.
+    more seconds are allowed until the first batch ends, and any time within `pause`. `clean_up` is called before the
+    exit. The line ends with `advice`.
     """
 
     advice = "rerun the command"
@@ -51,6 +51,7 @@ class Watchdog(pl.Callback):
     def __init__(self, rank: int, size: int, timeout: float, startup: float, clean_up: Callable[[], None]):
         self._rank, self._size, self._timeout, self._clean_up = rank, size, timeout, clean_up
         self._store = _connect_store(rank, size)
+        self._startup, self._is_paused = startup, False
         self._events, self._last_progress = 0, time.monotonic() + startup
         self._is_stopping = threading.Event()
         self._fault: str | None = None
@@ -112,6 +113,16 @@ class Watchdog(pl.Callback):
         """Restart the timeout. Counts no event, because ranks score different numbers of benchmark batches."""
         self._last_progress = max(self._last_progress, time.monotonic())  # the startup ends later than now
 
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Allow any time within the context, for work such as tokenizing; then the startup begins again."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._last_progress = time.monotonic() + self._startup
+            self._is_paused = False
+
     # Progress, as reported by Lightning's loops
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -148,7 +159,7 @@ class Watchdog(pl.Callback):
         # Private: the main thread's stack has no public accessor.
         frame = sys._current_frames().get(self._main_thread or 0)
         where = f"{_shorten(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else "?"
-        idle = time.monotonic() - self._last_progress
+        idle = 0.0 if self._is_paused else time.monotonic() - self._last_progress
         status = {"beat": time.monotonic(), "events": self._events, "idle": idle, "where": where}
         self._store.set(str(self._rank), json.dumps(status | {"host": socket.gethostname(), "pid": os.getpid()}))
 
