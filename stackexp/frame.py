@@ -313,8 +313,7 @@ def _merge_sets(folder: RunFolder, row: Row, result: dict[str, Any]) -> dict[str
     own = result.get("sets", {})
     later: dict[str, dict[str, Any]] = {}
     for record in read_validations(folder):
-        keys = [key for key, *_ in read_overrides(record["overrides"])]
-        if record.get("step") == result.get("steps") and not any(changes_scores(row, key) for key in keys):
+        if record.get("step") == result.get("steps") and has_run_options(record, row):
             later |= record["sets"]
     if any(not name.startswith(OLMO_GROUPS) for name in own):
         later = {name: scores for name, scores in later.items() if name.startswith(OLMO_GROUPS)}
@@ -342,6 +341,11 @@ def read_validations(folder: RunFolder) -> list[dict[str, Any]]:
         if step.isdecimal() and parents[-2:] in ([], [folder.path.resolve().name, folder.checkpoints.name]):
             records.append(record | {"file": path.name})
     return sorted(records, key=lambda record: (record["time"], record["file"]))
+
+
+def has_run_options(record: dict[str, Any], options: Row) -> bool:
+    """Return True if no override of an evaluation changes the scores of a run with these options."""
+    return not any(changes_scores(options, key) for key, *_ in read_overrides(record["overrides"]))
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:

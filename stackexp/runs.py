@@ -143,6 +143,10 @@ class RunFolder:
         losses = {path: scores.loss for path, scores in validated.items() if scores.data in (None, data)}
         return min(losses, key=losses.__getitem__, default=None)
 
+    def has_checkpoint(self, path: Path) -> bool:
+        """Return True if `path` is in checkpoints/ of this run, and not another run's checkpoint."""
+        return path.resolve().is_relative_to(self.checkpoints.resolve())
+
     def find_tokenizer(self, checkpoint: Path | None = None) -> Path | None:
         """Return the path of tokenizer.json, or None if the run has no tokenizer.
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 import venv
 from pathlib import Path
 
@@ -179,16 +180,36 @@ def test_large_models_have_an_index_and_options_reach_the_card(tmp_path, monkeyp
     assert "| context length | 256 tokens |" in card
 
 
-def test_the_card_has_the_scores_of_its_own_checkpoint(trained, tmp_path, invoke):
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    """A copy of the trained run, under its name."""
+    return Path(shutil.copytree(trained, tmp_path / trained.name))
+
+
+@pytest.fixture
+def export_card(run, tmp_path, invoke):
+    """`export_card(checkpoint)` exports a checkpoint of `run` or of another run, and returns the model card."""
+
+    def export(checkpoint: Path) -> str:
+        target = tmp_path / f"hf-{len(list(tmp_path.glob('hf-*')))}"
+        invoke("checkpoint export --run", run, "--ckpt_path", checkpoint, "--to", target, "--license", "a: b")
+        return (target / "README.md").read_text()
+
+    return export
+
+
+def read_losses(record: Path) -> dict[str, str]:
+    """Return the losses of a record of `validate` as the card prints them."""
+    return {name: f"{scores['loss']:.4f}" for name, scores in json.loads(record.read_text())["sets"].items()}
+
+
+def test_the_card_has_the_scores_of_its_own_checkpoint(run, export_card, tmp_path, invoke):
     """Not those of another run's checkpoint, or with options that change them."""
-    run = tmp_path / trained.name
-    shutil.copytree(trained, run)
     records = {"validate.json": "runs/x/other/checkpoints/00000012", "validate-a.json": f"{run}/checkpoints/00000012"}
     for name, checkpoint in records.items():
         record = {"checkpoint": checkpoint, "step": 12, "overrides": ["model.rope_theta=1"] * (name != "validate.json")}
         write_hashed_json(run / name, record | {"sets": {"left": {"loss": 9.75, "perplexity": 17154.2}}})
-    invoke("checkpoint export --run", run, "--to", tmp_path / "hf", "--license", "a: b")
-    card = (tmp_path / "hf" / "README.md").read_text()
+    card = export_card(run / "checkpoints" / "00000012")
     assert "9.75" not in card
     for scores in json.loads((run / "result.json").read_text())["sets"].values():
         assert f"{scores['loss']:.4f}" in card
@@ -196,6 +217,42 @@ def test_the_card_has_the_scores_of_its_own_checkpoint(trained, tmp_path, invoke
     (run / "validate-notes.json").write_text('{"note": 1}')
     error = invoke("checkpoint export --run", run, "--to", tmp_path / "other", expect=1)
     assert "validate-notes.json: not as it was written" in error
+
+
+def test_the_card_of_another_runs_checkpoint_has_nothing_of_the_run(run, export_card, tmp_path, invoke):
+    other = shutil.copytree(run, tmp_path / "other")
+    for step in ("00000008", "00000012"):
+        invoke("validate --run", run, "--ckpt_path", run / "checkpoints" / step)
+        card = export_card(other / "checkpoints" / step)
+        assert "This checkpoint has no recorded scores" in card
+        assert not any(f"| {fact} |" in card for fact in ("steps", "training tokens", "training data", "command"))
+        assert f"| config | `{run}` |" in card
+
+
+def test_the_card_has_the_scores_of_a_weights_file(run, export_card, tmp_path, invoke):
+    average = tmp_path / "average.safetensors"
+    invoke("checkpoint average --last 2 --run", run, "--to", average)
+    assert "This checkpoint has no recorded scores" in export_card(average)
+    invoke("validate --run", run, "--ckpt_path", average)
+    (record,) = run.glob("validate-average*.json")
+    assert all(loss in export_card(average) for loss in read_losses(record).values())
+    os.utime(average, (time.time() + 60, time.time() + 60))  # written again later
+    assert "This checkpoint has no recorded scores" in export_card(average)
+
+
+def test_the_card_has_scores_with_harmless_overrides_of_the_sets_of_the_run(run, export_card, corpus, invoke):
+    checkpoint = run / "checkpoints" / "00000008"
+    validate = ["validate --run", run, "--ckpt_path", checkpoint]
+    invoke(*validate, "data.eval_batch_size=4")
+    replaced = f"left={corpus['right']}"
+    invoke(*validate, "--sets", f"{replaced},mine={corpus['train']}")
+    invoke(*validate, f"data.validation.{replaced}")
+    card = export_card(checkpoint)
+    rows = {line.split()[1]: line.split()[7] for line in card.splitlines() if line.startswith("| ") and "." in line}
+    losses = read_losses(run / "validate-00000008.json")
+    assert {name: rows[name] for name in losses} == losses
+    assert losses["left"] != losses["right"]
+    assert "mine" in rows
 
 
 def test_unsupported_options_are_named():

@@ -60,7 +60,7 @@ class EvaluationRequest:
         label = "-".join(path.parts[-2:]) if path.name == EMA else path.stem
         is_path = self.ckpt_path not in (None, "best", "last", EMA)
         folder, _ = split_path(path)
-        if is_path and folder.exists() and not folder.resolve().is_relative_to(self.run.checkpoints.resolve()):
+        if is_path and folder.exists() and not self.run.has_checkpoint(folder):
             label += f"-{hash_values([str(path.resolve())])[:8]}"  # of another run, which has the same steps
         parts = [label, names.replace("/", "-") if is_short else ""]
         if not (self.has_run_options and is_short) or has_paths:
@@ -107,14 +107,16 @@ class EvaluationRequest:
 
 
 def describe_evaluation(request: EvaluationRequest, checkpoint: Path) -> dict[str, Any]:
-    """Return the first fields of every JSON record of an evaluation: checkpoint, step, overrides and time.
+    """Return the first fields of every JSON record of an evaluation: checkpoint, step, overrides, paths and time.
 
-    The step is None for a file, and for averaged weights, whose scores are not those of the step.
+    The step is None for a file, and for averaged weights, whose scores are not those of the step. The paths are those
+    of the sets that were requested as NAME=PATH.
     """
     return {
         "checkpoint": str(checkpoint),
         "step": checkpoints.load_state(checkpoint)["global_step"] if checkpoint.is_dir() else None,
         "overrides": list(request.overrides),
+        "paths": {name: path for name, _, path in (item.partition("=") for item in request.sets) if path},
         "time": time.strftime(DATE_FORMAT),
     }
 

@@ -7,6 +7,8 @@
 import json
 import shlex
 import shutil
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from stackexp import runs
 from stackexp.config.compose import load_config
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.layers import read_overrides
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.data import hash_log
@@ -27,9 +30,9 @@ from stackexp.errors import RunError
 from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.evaluation.scores import format_scores
 from stackexp.files import create_folder_atomically, write_json
-from stackexp.frame import read_evaluation
+from stackexp.frame import has_run_options, read_evaluation
 from stackexp.models.llama_import import ROPE_KEYS, to_llama_name
-from stackexp.runs import EMA, split_path
+from stackexp.runs import DATE_FORMAT, EMA, split_path
 
 MODELING_FILE = Path(__file__).with_name("modeling_stacktrans.py")
 MAX_SHARD_SIZE = "5GB"
@@ -244,13 +247,15 @@ def _describe(loaded: LoadedRun) -> str:
 def _list_facts(loaded: LoadedRun) -> dict[str, str]:
     """Return what is known about the training of the exported checkpoint, as cells of a Markdown table."""
     config, step, path = loaded.config, _find_step(loaded), loaded.folder.path
-    facts = {"run": f"`{path}`", "checkpoint": f"`{loaded.checkpoint}`"}
+    facts = {"config" if step is None else "run": f"`{path}`", "checkpoint": f"`{loaded.checkpoint}`"}
     if step is not None:
         facts |= {"steps": f"{step:,}", "training tokens": f"{step * config.data.global_batch_tokens:,}"}
-    if loaded.checkpoint.name == EMA:
-        facts["weights"] = f"exponential moving average with decay {config.trainer.ema_decay}"
+        if loaded.checkpoint.name == EMA:
+            facts["weights"] = f"exponential moving average with decay {config.trainer.ema_decay}"
     facts["context length"] = f"{config.data.context_length:,} tokens"
-    hashes = [line for line in hash_log.read_hash_log(path) if step is not None and line["step"] <= step]
+    if step is None:
+        return facts
+    hashes = [line for line in hash_log.read_hash_log(path) if line["step"] <= step]
     if hashes:
         facts["training data"] = f"hash `{hashes[-1]['hash']}` of all tokens of steps 1 to {hashes[-1]['step']:,}"
     if sessions := loaded.folder.read_sessions():
@@ -259,18 +264,16 @@ def _list_facts(loaded: LoadedRun) -> dict[str, str]:
 
 
 def _find_step(loaded: LoadedRun) -> int | None:
-    """Return the step of the checkpoint; None for a file with weights only."""
-    name = split_path(loaded.checkpoint)[0].name
-    return int(name) if name.isdecimal() else None
+    """Return the step of a checkpoint of the run itself; None for another run's, or for a file with weights only."""
+    path, _ = split_path(loaded.checkpoint)
+    return int(path.name) if loaded.folder.has_checkpoint(path) and path.name.isdecimal() else None
 
 
 def _format_validation(loaded: LoadedRun) -> str:
     """Return the table of the recorded scores of this checkpoint, or the command that computes them."""
     folder, step, is_average = loaded.folder, _find_step(loaded), loaded.checkpoint.name == EMA
     records = [read_evaluation(path) for path in sorted(folder.path.glob("validate*.json"))]
-    parts = (folder.path.resolve().name, *loaded.checkpoint.parts[-3 if is_average else -2 :])
-    records = [r for r in records if Path(r["checkpoint"]).parts[-len(parts) :] == parts and not r["overrides"]]
-    sets = {name: scores for record in records for name, scores in record["sets"].items()}
+    sets = {name: scores for r in records if _is_validation(r, loaded) for name, scores in _list_sets(r, loaded)}
     if folder.is_finished and (result := folder.read_result()).steps == step:
         sets |= (result.figures.get(EMA, {}) if is_average else result.figures).get("sets", {})
     if sets:
@@ -278,3 +281,24 @@ def _format_validation(loaded: LoadedRun) -> str:
     run, checkpoint = (shlex.quote(str(path)) for path in (folder.path, loaded.checkpoint))
     command = f"python -m stackexp validate --run {run} --ckpt_path {checkpoint}"
     return f"This checkpoint has no recorded scores; compute them with\n\n    {command}"
+
+
+def _is_validation(record: dict[str, Any], loaded: LoadedRun) -> bool:
+    """Return True if a record has scores of this checkpoint, with the options and the validation sets of the run."""
+    folder, checkpoint, path = loaded.folder, loaded.checkpoint, Path(record["checkpoint"])
+    is_same = path.resolve() == checkpoint.resolve()
+    if _find_step(loaded) is not None:  # the run may have moved since
+        parts = (folder.path.resolve().name, *checkpoint.parts[-3 if checkpoint.name == EMA else -2 :])
+        is_same |= path.parts[-len(parts) :] == parts
+    elif is_same and checkpoint.is_file():  # it may have been replaced since
+        scored = datetime.strptime(record["time"], DATE_FORMAT).timestamp()  # without the fraction of the second
+        is_same = scored >= int(checkpoint.stat().st_mtime)
+    has_own_sets = not any(key.startswith("data.validation") for key, *_ in read_overrides(record["overrides"]))
+    return is_same and has_own_sets and has_run_options(record, folder.read_options())
+
+
+def _list_sets(record: dict[str, Any], loaded: LoadedRun) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the scores of the sets of a record, except those read from a path under the name of a set of the run."""
+    config = {name.partition("/")[0] for name in getattr(loaded.config.data, "validation", {})}
+    replaced = config & {name.partition("/")[0] for name in record.get("paths", {})}
+    yield from ((name, scores) for name, scores in record["sets"].items() if name.partition("/")[0] not in replaced)
