@@ -389,6 +389,30 @@ def test_a_task_needs_one_example_more_if_its_shots_are_scored(datasets):
         TaskLoader(datasets, 2).load("smollm2_piqa")
 
 
+def test_a_document_is_never_its_own_example(datasets):
+    task = TaskLoader(datasets, 2).load("smollm2_arc_easy")  # has a test split only
+    task.set_fewshot_seed(1234)
+    documents = list(task.test_docs())
+    assert [task.fewshot_context(d, 2).count(d["question"]) for d in documents] == [1, 1, 1]
+    with pytest.raises(RunError, match="smollm2_arc_easy: 3 shots require 4 examples, found 3"):
+        TaskLoader(datasets, 3).load("smollm2_arc_easy")
+
+
+def test_shots_are_not_drawn_from_another_split_without_a_file(datasets, tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "FOLDER", shutil.copytree(tasks.FOLDER, tmp_path / "tasks"))
+    with open(tasks.FOLDER / "smollm2_arc_easy.yaml", "a") as file:
+        file.write("training_split: train\n")
+    with pytest.raises(RunError, match=r"smollm2_arc_easy: no .*/train.jsonl; write one line for each document"):
+        TaskLoader(datasets, 1).load("smollm2_arc_easy")
+    assert TaskLoader(datasets).load("smollm2_arc_easy").get_config("num_fewshot") == 0
+    folder = datasets / "smollm2_arc_easy"
+    (folder / "test.jsonl").rename(folder / "train.jsonl")
+    (folder / "test.jsonl").write_text((folder / "train.jsonl").read_text().replace("barks", "meows"))
+    task = TaskLoader(datasets, 3).load("smollm2_arc_easy")
+    task.set_fewshot_seed(1234)
+    assert "Which animal barks?" in task.fewshot_context(next(iter(task.test_docs())), 3)
+
+
 def test_a_failed_download_and_a_missing_package_are_one_line(monkeypatch):
     import datasets
 

@@ -12,7 +12,8 @@ from stackexp.errors import ConfigError, RunError, first_line, suggest_name
 from stackexp.files import read_json_lines
 
 FOLDER = Path(__file__).with_name("tasks")
-SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
+SPLITS = ("fewshot_split", "training_split", "validation_split", "test_split")
+"""The keys of a task's splits. lm-eval draws the shots from the first one that the task has."""
 
 
 def check_installed(*packages: str) -> None:
@@ -84,6 +85,7 @@ class TaskLoader:
             raise RunError(f"{name}: cannot load {where} ({first_line(error)}); {remedy}") from None
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
+        _exclude_scored_documents(task)
         _check_shots(task)
         return task
 
@@ -94,7 +96,9 @@ class TaskLoader:
         files = {path.stem: path for path in sorted(folder.glob("*.jsonl"))}
         missing = {key: None for key in SPLITS if config.get(key) and config[key] not in files}
         shots = config.get("num_fewshot") if self._num_fewshot is None else self._num_fewshot
-        needed = [find_evaluated_split(config), *(["fewshot_split"] if shots else [])]
+        needed = [find_evaluated_split(config)]
+        if shots and "samples" not in (config.get("fewshot_config") or {}):
+            needed += [split for split in SPLITS if config.get(split)][:1]
         for split in needed:
             if split in missing:  # without the split of the shots, lm-eval would draw them from another one
                 file = folder / f"{config[split]}.jsonl"
@@ -102,10 +106,18 @@ class TaskLoader:
         return {"custom_dataset": lambda **_: read_dataset(files), "dataset_path": str(folder), **missing}
 
 
+def _exclude_scored_documents(task: Any) -> None:
+    """Name the split of the shots if it is that of the test; else lm-eval may show a document as its own example."""
+    shots, config = task.fewshot_cfg, task.config
+    split = config.training_split or config.validation_split or config.test_split
+    if shots.split is None and shots.samples is None and split == config.test_split:
+        shots.split = split
+
+
 def _check_shots(task: Any) -> None:
     """Raise RunError if there are fewer examples than shots. lm-eval draws one more if they are also scored."""
     shots = task.get_config("num_fewshot")
-    is_scored = task.get_config("fewshot_split") == task.get_config("test_split")
+    is_scored = task.fewshot_cfg.split == task.get_config("test_split")
     needed = shots + is_scored if shots else 0
     count = sum(1 for _ in itertools.islice(task.fewshot_docs(), needed)) if needed else 0
     if count < needed:
