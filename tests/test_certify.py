@@ -195,7 +195,23 @@ def test_a_wrong_automaton_is_compared_with_strings_of_many_lengths(strings):
 
 def test_the_strings_of_exhaustive_are_limited(parity, invoke):
     error = invoke("certify", *parity, "--exhaustive", "24", expect=2)
-    assert "--exhaustive: expected at most 23 for parity_check, found 24" in error
+    assert "--exhaustive: expected 1 to 23 for parity_check, found 24" in error
+
+
+@pytest.mark.parametrize(("task", "shortest", "longest"), [("missing_duplicate", 2, 11), ("solve_equation", 3, 16)])
+def test_the_shortest_strings_of_exhaustive_exist(tmp_path, invoke, task, shortest, longest):
+    run = write_run(tmp_path, f"formal/stacktrans/{task}", *SMALL[:6])
+    error = invoke("certify", *run, "--exhaustive", shortest - 1, expect=2)
+    assert f"expected {shortest} to {longest} for {task}, found {shortest - 1}" in error
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_networks_of_every_precision_are_certified_in_float32(tmp_path, capsys, precision):
+    run = write_run(tmp_path, "formal/stacktrans/reverse_string", *SMALL, f"trainer.precision={precision}")
+    _, printed, record = certify(capsys, run, "--exhaustive", "3", "--strings", "100", "--max-length", "40")
+    error = float(re.search(r"float32 against float64 at 40 symbols: (\S+)", printed)[1])
+    assert 0 < error < 1e-4
+    assert record["checkpoint"] == run[3], "the path, because it is no checkpoint of the run"
 
 
 def test_a_network_with_negated_answers_is_rejected(tmp_path, capsys):
@@ -445,6 +461,10 @@ def test_random_strings_alone_can_reject_a_stack(tmp_path, capsys):
         ("formal/stacktrans/bucket_sort", (), True, "no automaton for task bucket_sort; supported: even_pairs, "),
         ("formal/stacktrans/parity_check", (), False, "the run is not finished; resume it with fit --run"),
         ("formal/lstm", ("data.task=parity_check",), True, "the model has no stack over the tokens; give a run with "),
+        (
+            *("formal/stacktrans/even_pairs", ("model.causal=false", "model.attention_window=null"), True),
+            "the model is bidirectional (model.causal: false); give a causal run",
+        ),
         ("arithmetic/addition", (), True, "trained on arithmetic; give a run on a formal language"),
     ],
 )

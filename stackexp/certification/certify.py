@@ -74,8 +74,10 @@ def run(
     task = check_run(loaded)
     num_symbols = TASKS[task].num_symbols
     limit = MAX_SYMBOLS if task in expressions.OPERATORS_OF else int(np.log(MAX_STRINGS) / np.log(num_symbols))
-    if exhaustive is not None and exhaustive > limit:
-        raise ConfigError(f"certify: --exhaustive: expected at most {limit} for {task}, found {exhaustive}")
+    shortest = TASKS[task].min_length
+    if exhaustive is not None and not shortest <= exhaustive <= limit:
+        raise ConfigError(f"certify: --exhaustive: expected {shortest} to {limit} for {task}, found {exhaustive}")
+    loaded.model.float()  # trainer.precision can be bf16-true or 64-true
     batch_size = regular.BATCH_SIZE if task in REGULAR and can_enumerate(loaded) else None
     machine = NetworkMachine(
         loaded.model, num_symbols, batch_size=batch_size, answers_every_token=TASKS[task].answers_every_token
@@ -114,6 +116,8 @@ def check_run(loaded: LoadedRun) -> str:
     memories = loaded.model.memories if isinstance(config.model, TransformerConfig) else []
     if not memories or not isinstance(memories[0], StackMemory) or memories[0].axis == "depth":
         raise ConfigError(f"{where}: the model has no stack over the tokens; give a run with model.memory.axis=time")
+    if not config.model.causal:
+        raise ConfigError(f"{where}: the model is bidirectional (model.causal: false); give a causal run")
     return task
 
 
@@ -321,7 +325,7 @@ def harden(loaded: LoadedRun, machine: NetworkMachine) -> NetworkMachine | None:
     if loaded.model.memories[0].always_pushes:
         return None
     sharpness = HARDNESS * loaded.config.model.memory.action_sharpness
-    return dataclasses.replace(machine, model=loaded.modify(action_sharpness=sharpness).model)
+    return dataclasses.replace(machine, model=loaded.modify(action_sharpness=sharpness).model.float())
 
 
 def add_gap(result: Certificate, machine: NetworkMachine, gap: float, strings: np.ndarray) -> None:
@@ -457,7 +461,10 @@ def certify_expressions(
 
 
 def write_certificate(result: Certificate, loaded: LoadedRun, folder: Path, seconds: float) -> None:
-    """Write certificate.json and automaton.png."""
+    """Write certificate.json and automaton.png. A checkpoint of the run itself is named without its path."""
+    checkpoint = loaded.checkpoint
+    if loaded.folder.has_checkpoint(checkpoint):
+        checkpoint = checkpoint.resolve().relative_to(loaded.folder.checkpoints.resolve())
     command = shlex.join(["python", "-m", "stackexp", *sys.argv[1:]]) if sys.argv[1:2] == ["certify"] else None
     write_json(
         folder / "certificate.json",
@@ -465,7 +472,7 @@ def write_certificate(result: Certificate, loaded: LoadedRun, folder: Path, seco
             "verdict": result.verdict,
             "task": result.task,
             "command": command,
-            "checkpoint": loaded.checkpoint.name,
+            "checkpoint": str(checkpoint),
             "proved": result.proved,
             "measured": result.measured,
             "automaton": result.automaton,
