@@ -210,7 +210,7 @@ def get_change(model, intervention):
 
 
 def find(model, name):
-    return next(i for i in list_interventions(model, record(model), heads=True) if i.name == name)
+    return next(i for i in list_interventions(model, BATCHES, heads=True) if i.name == name)
 
 
 def compute_changed(change, **memory):
@@ -251,6 +251,25 @@ def test_a_memory_with_its_output_dropped_is_the_plain_transformer(kind):
     dropped, _ = compute_losses(plain, BATCHES)
     assert change == {"dropped output": pytest.approx((dropped - losses).sum() / counts.sum(), abs=1e-12)}
     assert abs(change["dropped output"]) > 1e-6
+
+
+def test_frozen_actions_are_means_over_the_tokens_of_all_batches():
+    model, tokens = build_model(), torch.randint(11, (9, 6), generator=torch.Generator().manual_seed(0))
+    whole = [{"tokens": tokens, "length": torch.full((9,), 6)}]
+    rows = [{"tokens": row[None], "length": torch.tensor([6])} for row in tokens]
+    assert measure_summary(model, rows) == pytest.approx(measure_summary(model, whole), abs=1e-9)
+    frozen = "actions frozen at their mean"
+    change, parts = ({c["intervention"]: c for c in measure_interventions(model, b, False)} for b in (whole, rows))
+    assert parts[frozen]["change"] == pytest.approx(change[frozen]["change"], abs=1e-9)
+    mixed = [{"tokens": tokens[:1, :3], "length": torch.tensor([3])}, whole[0]]  # strings of two lengths
+    (intervention,) = (i for i in list_interventions(model, mixed) if i.name == frozen)
+    with record_memories(model) as recordings:
+        model(tokens[:1, :3])
+        sums = recordings[0].values["push"].sum((0, 1))
+        model(tokens)
+        sums += recordings[0].values["push"].sum((0, 1))
+    logits = intervention.logits(model.memories[0], torch.zeros(1, 1, 2, 3).double())
+    torch.testing.assert_close(logits.exp()[0, 0, :, PUSH], (sums / (3 + 54)).double(), rtol=1e-6, atol=0)
 
 
 def test_positions_without_a_target_do_not_count():
@@ -317,7 +336,7 @@ def test_interventions_depend_on_the_memory():
     names = {}
     for memory in ({"discipline": "push_only"}, {"axis": "time", "feedback": True}):
         model = build_model(**memory)
-        names[next(iter(memory))] = [i.name for i in list_interventions(model, record(model), heads=True)]
+        names[next(iter(memory))] = [i.name for i in list_interventions(model, BATCHES, heads=True)]
     assert not any("push" in name or "actions" in name for name in names["discipline"])
     assert "reads dropped" in names["discipline"]
     assert "push = 0" in names["axis"]
@@ -393,7 +412,7 @@ def test_a_cleared_residual_stack_keeps_its_top():
     torch.testing.assert_close(cleared[..., 0, :], slots[..., 0, :])
     assert not cleared[..., 1:, :].any()
     assert abs(get_change(model, find(model, "stack cleared before layer 2"))).min() > 1e-6
-    names = [i.name for i in list_interventions(model, record(model), heads=True)]
+    names = [i.name for i in list_interventions(model, BATCHES, heads=True)]
     assert not any("push" in name or "actions" in name or "head" in name for name in names)
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from stackexp.errors import ConfigError
 from stackexp.models.memories.base import Memory
 from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.memories.stack import IMPOSSIBLE_LOGIT, StackMemory
-from stackexp.models.stack_recording import ACTIONS, Recording, Stack, find_recorded, record_memories, wrap_method
+from stackexp.models.stack_recording import ACTIONS, Stack, find_recorded, record_memories, wrap_method
 from stackexp.models.transformer import Transformer
 from stackexp.modules.scores import TOO_FEW_CHUNKS, estimate_sampling_error
 from stackexp.modules.transduction import compute_answer_losses
@@ -49,7 +49,7 @@ def measure_interventions(model: Transformer, batches: list[TokenBatch], heads: 
     Strings of a formal language are independent. Chunks of text are not: too few of them have no interval (None).
     """
     is_independent = "targets" in batches[0]
-    interventions = list_interventions(model, _record_first(model, batches), heads)
+    interventions = list_interventions(model, batches, heads)
     losses, counts = compute_losses(model, batches)
     changes: list[dict[str, Any]] = [{"intervention": "none", "loss": float(losses.sum() / counts.sum())}]
     for intervention in interventions:
@@ -71,8 +71,7 @@ def measure_summary(model: Transformer, batches: list[TokenBatch]) -> dict[str, 
     is_stack = isinstance(memories[0], Stack)
     interventions = [Intervention("dropped read" if is_stack else "dropped output", read=_drop_read)]
     if is_stack and memories[0].actions is not None and not getattr(memories[0].config, "feedback", False):
-        freeze = _freeze(memories, _record_first(model, batches))
-        interventions.insert(0, Intervention("mean action", logits=freeze))
+        interventions.insert(0, Intervention("mean action", logits=_freeze(model, batches)))
     losses, counts = compute_losses(model, batches)
     changes = {i.name: (_compute_losses_under(model, batches, i) - losses).sum() for i in interventions}
     return {name: float(change / counts.sum()) for name, change in changes.items()}
@@ -81,14 +80,6 @@ def measure_summary(model: Transformer, batches: list[TokenBatch]) -> dict[str, 
 def _compute_losses_under(model: Transformer, batches: list[TokenBatch], intervention: Intervention) -> np.ndarray:
     with intervene(model, intervention):
         return compute_losses(model, batches)[0]
-
-
-def _record_first(model: Transformer, batches: list[TokenBatch]) -> list[Recording]:
-    """Return the recordings of the memories on the first batches."""
-    tokens = [batch["tokens"] for batch in batches[:4]]
-    with record_memories(model) as recordings:
-        model(torch.cat([rows for rows in tokens if rows.shape[1] == tokens[0].shape[1]]))
-    return recordings
 
 
 @torch.no_grad()
@@ -134,12 +125,14 @@ def _count_heads(memory: Memory) -> int:
     return memory.config.num_heads if isinstance(memory, StackMemory) else 1
 
 
-def list_interventions(model: Transformer, means: list[Recording], heads: bool = False) -> list[Intervention]:
-    """Return all interventions for a model. Those with frozen actions use the mean actions of the recordings `means`.
+def list_interventions(model: Transformer, batches: list[TokenBatch], heads: bool = False) -> list[Intervention]:
+    """Return all interventions for a model.
 
-    Actions are forced to 0 or 1, frozen at their mean over the tokens, or hardened. Stacks are cleared before a layer.
-    Reads are dropped in all layers, in one layer, or (with `heads`) in one head; or exchanged between the heads.
-    A residual stack without its reads still reads its top. It is cleared after the attention of the layer has read it.
+    Actions are forced to 0 or 1, frozen at their mean over the tokens of `batches`, or hardened. Stacks are cleared
+    before a layer. Reads are dropped in all layers, in one layer, or (with `heads`) in one head; or exchanged between
+    the heads. A residual stack without its reads still reads its top. It is cleared after the attention of the layer
+    has read it.
+
     Feedback changes the logits after the intervention. So with feedback, actions are neither frozen nor hardened, and
     a dropped read is still fed back. For other memories, the output (what they add to the hidden state) is dropped, or
     the state is cleared.
@@ -156,7 +149,7 @@ def list_interventions(model: Transformer, means: list[Recording], heads: bool =
             for value in (0, 1)
         ]
         if not has_feedback:
-            found.append(Intervention("actions frozen at their mean", logits=_freeze(memories, means)))
+            found.append(Intervention("actions frozen at their mean", logits=_freeze(model, batches)))
             found.append(Intervention("actions hardened", logits=_harden))
     if num_heads > 1:
         found.append(Intervention("reads of the heads exchanged", read=lambda _, read: read.roll(1, -2)))
@@ -239,11 +232,17 @@ def _force(memory: Stack, logits: Tensor, index: int, value: int) -> Tensor:
     return logits.masked_fill(is_chosen if value == 0 else ~is_chosen, IMPOSSIBLE_LOGIT)
 
 
-def _freeze(memories: Sequence[Memory], means: list[Recording]) -> Callable[[Stack, Tensor], Tensor]:
-    frozen = {}
-    for memory, recording in zip(memories, means, strict=True):
-        actions = torch.stack([recording.values[name] for name in ACTIONS], -1)  # [B, T, H, 3]
-        frozen[memory] = actions.flatten(0, -3).mean(0).clamp_min(1e-30).log()
+def _freeze(model: Transformer, batches: list[TokenBatch]) -> Callable[[Stack, Tensor], Tensor]:
+    """Return the change that gives every token the mean actions of the memory over all tokens of the batches."""
+    memories = find_recorded(model)
+    sums = [torch.zeros(())] * len(memories)
+    for batch in batches:
+        with record_memories(model) as recordings:
+            model(batch["tokens"])
+        actions = [torch.stack([recording.values[name] for name in ACTIONS], -1) for recording in recordings]
+        sums = [total + part.double().sum((0, 1)) for total, part in zip(sums, actions, strict=True)]  # [H, 3]
+    count = sum(batch["tokens"].numel() for batch in batches)
+    frozen = {m: (total / count).clamp_min(1e-30).log() for m, total in zip(memories, sums, strict=True)}
     return lambda memory, logits: frozen[memory].to(logits.dtype).expand_as(logits)
 
 
