@@ -155,6 +155,19 @@ def test_logits_and_inspections_are_those_of_the_model(trained):
     assert table[["push", "pop", "no_op"]].sum(axis=1).to_numpy() == pytest.approx(1)
     with pytest.raises(RunError, match="no tokens"):
         run.logits("")
+    for ids, found in {(): "none", (0, 300): "0 to 300", (-1, 2): "-1 to 2"}.items():
+        for call in (run.logits, run.inspect):
+            with pytest.raises(RunError, match=f"expected token ids from 0 to 299, found {found}$"):
+                call(list(ids))
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1.0}, {"temperature": 1e-9}, {"top_p": -1.0}, {"max_new_tokens": 0}, {"seed": -1}]
+)
+def test_generate_refuses_what_the_verb_refuses(trained, options):
+    ((name, value),) = options.items()
+    with pytest.raises(ConfigError, match=rf"^generate: {name} {value}: must be "):
+        stackexp.load_run(trained).generate("a", **{"max_new_tokens": 2} | options)
 
 
 def test_missing_text_or_memory_is_an_error(folder):

@@ -19,10 +19,11 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.data.tokenizer import load_tokenizer
 from stackexp.datamodules.arithmetic import check_symbols
-from stackexp.errors import RunError
+from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.generation import continue_text
 from stackexp.evaluation.request import EvaluationRequest, ResumableEvaluation
+from stackexp.evaluation.sampling import find_sampling_error
 from stackexp.models import checkpoints
 from stackexp.models.stack_recording import record_memories
 from stackexp.models.warm_start import warn_about_options
@@ -72,7 +73,12 @@ class LoadedRun:
         top_p: float = 0.95,
         seed: int = 0,
     ) -> str:
-        """Return the prompt and its continuation, on the device of the model. Raises RunError for formal languages."""
+        """Return the prompt and its continuation, on the device of the model.
+
+        Raises RunError for formal languages, and ConfigError for options out of range, such as a negative temperature.
+        """
+        if error := find_sampling_error(max_new_tokens, temperature, top_p, seed):
+            raise ConfigError(f"generate: {error}")
         ids = self._encode("generate", prompt)
         if len(ids) > (context := self.config.data.context_length):
             log.warning(f"the prompt has {len(ids):,} tokens, more than the {context:,} of a training sequence")
@@ -84,7 +90,8 @@ class LoadedRun:
     def logits(self, text: str | list[int]) -> Tensor:
         """Return the logits [T, V] of a text or of token ids, float32 on the CPU; row t predicts token t + 1.
 
-        Raises RunError for an empty text, or for text if the run is one of formal languages, which have ids only.
+        Raises RunError for an empty text, for ids that the model does not have, or for text if the run is one of formal
+        languages, which have ids only.
         """
         return self._run_model(text if isinstance(text, list) else self._encode("logits", text, minimum=1))
 
@@ -93,7 +100,7 @@ class LoadedRun:
 
         The columns are layer, site, position, token, head, and the values that the verb `inspect` shows.
 
-        Raises RunError if the model has no memory to inspect.
+        Raises RunError if the model has no memory to inspect, and as `logits` does.
         """
         import pandas
 
@@ -160,7 +167,11 @@ class LoadedRun:
 
     @torch.no_grad()
     def _run_model(self, ids: list[int]) -> Tensor:
-        """Return the logits [T, V] of token ids."""
+        """Return the logits [T, V] of token ids. Raises RunError if there are none, or the model does not have one."""
+        vocab_size = self.config.model.vocab_size
+        if not ids or min(ids) < 0 or max(ids) >= vocab_size:
+            found = f"{min(ids)} to {max(ids)}" if ids else "none"
+            raise RunError(f"{self.folder.path}: expected token ids from 0 to {vocab_size - 1}, found {found}")
         tokens = torch.tensor([ids], device=next(self.model.parameters()).device)
         return self.model(tokens).logits[0].float().cpu()
 

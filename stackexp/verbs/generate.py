@@ -2,9 +2,8 @@
 
 from argparse import Namespace
 
+from stackexp.evaluation.sampling import find_sampling_error
 from stackexp.verbs.parser import Parser, Verb, count
-
-MIN_TEMPERATURE = 1e-3
 
 
 class Generate(Verb):
@@ -22,12 +21,9 @@ class Generate(Verb):
 
     def run(self, args: Namespace) -> int:
         parser = args.parser
-        if args.temperature and not MIN_TEMPERATURE <= args.temperature < float("inf"):
-            parser.error(f"--temperature {args.temperature}: must be 0 (greedy) or a number >= {MIN_TEMPERATURE}")
-        if not 0 < args.top_p <= 1:
-            parser.error(f"--top_p {args.top_p}: must be a number in (0, 1]")
-        if not 0 <= args.seed < 2**63:
-            parser.error(f"--seed {args.seed}: must be an integer from 0 to 2^63 - 1")
+        sampling = (args.max_new_tokens, args.temperature, args.top_p, args.seed)
+        if error := find_sampling_error(*sampling):
+            parser.error(f"--{error}")
         parser.check_text("--prompt", args.prompt)
         parser.check_run(args)
         from stackexp.evaluation.loading import load_run
@@ -37,5 +33,5 @@ class Generate(Verb):
         set_up_log()
         run = load_run(args.run, args.ckpt_path)
         run.model.to(find_device_type(run.config))
-        print(run.generate(args.prompt, args.max_new_tokens, args.temperature, args.top_p, args.seed))
+        print(run.generate(args.prompt, *sampling))
         return 0
