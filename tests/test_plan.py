@@ -75,6 +75,20 @@ def test_formal_language_plan_uses_actual_string_lengths(invoke):
     assert "10 of about 1,280 tokens, 12,800 in total" in output
 
 
+@pytest.mark.parametrize(("model", "largest_ratio"), [("transformer", 1), ("stacktrans", 2)])
+def test_the_memory_of_evaluation_is_that_of_the_longest_test_strings(model, largest_ratio):
+    options = ["trainer.accelerator=cpu", "model.num_layers=3", "data.task=reverse_string", "data.max_length=10"]
+    options += ["data.validation_max_length=12", "data.eval_max_length=40", "data.eval_sequences=16"]
+    if model == "stacktrans":
+        options += ["model.memory.num_slots=4", "model.memory.eval_num_slots=64"]
+    config = compose([f"formal/{model}"], options)
+    counted = memory_use.measure_peak(config, is_training=False)
+    expected = memory_use.measure_pass(config, is_training=False, layers=3, batch=16, length=2 * 40)
+    assert counted["stack"] == pytest.approx(expected["stack"], rel=0.01)
+    assert expected["activations"] <= counted["activations"] <= largest_ratio * expected["activations"]
+    assert make_plan(config).validation.stack == counted["stack"]
+
+
 def test_suggests_no_smaller_batch_that_changes_the_training(monkeypatch):
     config = compose(["formal/transformer"], ["data.batch_size=32", "data.eval_batch_size=1"])
     usable = make_plan(config).training.peak - 1

@@ -92,7 +92,10 @@ class TrainingPlan:
 
     @cached_property
     def validation(self) -> MemoryUse | None:
-        """Bytes per rank in validation, None without validation sets. Raises the errors of `training`."""
+        """Bytes per rank in validation, None without validation sets. Raises the errors of `training`.
+
+        For formal languages it is that of the test, which has the longest strings.
+        """
         data = self.config.data
         if isinstance(data, ShardsConfig) and not data.validation:
             return None

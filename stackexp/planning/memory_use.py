@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackexp.config import registry
+from stackexp.config.data import FormalLanguageConfig
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import RunError
@@ -27,6 +28,7 @@ from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Transformer
 from stackexp.modules.optimizers import WeightAverage
 from stackexp.stack import use_implementation
+from stackexp.tasks import TASKS
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -294,13 +296,21 @@ def measure_peak(config: ExperimentConfig, is_training: bool) -> Counter[str]:
     data, layers = config.data, config.model.num_layers
     batch = config.micro_batch_size if is_training else data.eval_batch_size
     length, axis = data.context_length, build_meta_model(config).axis
-    num_slots = getattr(getattr(config.model, "memory", None), "num_slots", None)
+    if isinstance(data, FormalLanguageConfig) and not is_training:  # the test at the end has the longest strings
+        batch = min(batch, data.eval_sequences)
+        length = TASKS[data.task].count_tokens(data.eval_max_length)
+    memory = getattr(config.model, "memory", None)
+    num_slots = getattr(memory, "num_slots", None)
+    if not is_training:
+        num_slots = getattr(memory, "eval_num_slots", None) or num_slots
     if axis in (None, "depth") or num_slots is None:
         return measure_pass(config, is_training, layers, batch, length)
     shortest = 2 ** math.ceil(math.log2(num_slots + 1))
     lengths = [shortest, 2 * shortest] if axis == "time" else [shortest, 2 * shortest, 4 * shortest]
-    if length <= lengths[-1] or layers <= SAMPLED_LAYERS[-1]:
+    if layers <= SAMPLED_LAYERS[-1] or (is_training and length <= lengths[-1]):
         return measure_pass(config, is_training, layers, batch, length)
+    if length <= lengths[-1]:
+        lengths = [length]
 
     def get_coordinates(length: int) -> list[float]:
         # Bytes are linear in 1/T, because slots fill up, and for token_major in T, because it keeps all keys
