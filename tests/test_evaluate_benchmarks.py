@@ -183,20 +183,22 @@ def test_averages_skip_tasks_without_the_score():
 # The verb
 
 
-def test_tasks_are_added_and_kept_apart_by_checkpoint_and_limit(trained_copy, datasets, invoke):
+def test_tasks_are_added_and_kept_apart_by_checkpoint_and_limit(trained_copy, datasets, invoke, monkeypatch):
     checkpoint = trained_copy / "checkpoints" / "00000004"
     tasks = [[SMALL[0]], [SMALL[1]], [SMALL[0], "--limit", 1], [SMALL[1], "--ckpt_path", checkpoint]]
     command = ("evaluate --run", trained_copy, "--datasets", datasets, "--tasks")
     lines = [line for options in tasks for line in invoke(*command, *options).splitlines()]
+    monkeypatch.chdir(trained_copy)  # another path of the same checkpoint
+    invoke("evaluate --run", ".", "--datasets", datasets, "--tasks", SMALL[2])
     found = read_evaluations(trained_copy / "benchmarks.json")
     assert [(e.step, e.limit, sorted(e.tasks)) for e in found] == [
-        (12, None, sorted(SMALL[:2])),
         (12, 1, [SMALL[0]]),
         (4, None, [SMALL[1]]),
+        (12, None, sorted(SMALL)),
     ]
     table = [line for line in lines if str(trained_copy) not in line and not line.startswith("note: ")]
     assert max(map(len, table)) <= 80
-    assert found[1].tasks[SMALL[0]].num_documents == 1
+    assert found[0].tasks[SMALL[0]].num_documents == 1
     path = trained_copy / "benchmarks.json"
     record = json.loads(path.read_text())
     record["evaluations"][0]["tasks"][SMALL[0]]["accuracy"] = 1.5

@@ -72,7 +72,7 @@ class BenchmarkEvaluation:
     @property
     def options(self) -> tuple[Any, ...]:
         """The identity of an evaluation; evaluations with the same identity share an entry of the file."""
-        return self.checkpoint, self.step, *self.chosen, self.lm_eval, self.model
+        return Path(self.checkpoint).resolve(), self.step, *self.chosen, self.lm_eval, self.model
 
 
 def read_evaluations(path: Path) -> list[BenchmarkEvaluation]:
