@@ -78,12 +78,12 @@ def test_formal_language_plan_uses_actual_string_lengths(invoke):
 @pytest.mark.parametrize(("model", "largest_ratio"), [("transformer", 1), ("stacktrans", 2)])
 def test_the_memory_of_evaluation_is_that_of_the_longest_test_strings(model, largest_ratio):
     options = ["trainer.accelerator=cpu", "model.num_layers=3", "data.task=reverse_string", "data.max_length=10"]
-    options += ["data.validation_max_length=12", "data.eval_max_length=40", "data.eval_sequences=16"]
+    options += ["data.validation_max_length=12", "data.eval_max_length=20", "data.eval_sequences=16"]
     if model == "stacktrans":
-        options += ["model.memory.num_slots=4", "model.memory.eval_num_slots=64"]
+        options += ["model.memory.num_slots=4", "model.memory.eval_num_slots=16"]
     config = compose([f"formal/{model}"], options)
     counted = memory_use.measure_peak(config, is_training=False)
-    expected = memory_use.measure_pass(config, is_training=False, layers=3, batch=16, length=2 * 40)
+    expected = memory_use.measure_pass(config, is_training=False, layers=3, batch=16, length=2 * 20)
     assert counted["stack"] == pytest.approx(expected["stack"], rel=0.01)
     assert expected["activations"] <= counted["activations"] <= largest_ratio * expected["activations"]
     assert make_plan(config).validation.stack == counted["stack"]
