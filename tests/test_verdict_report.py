@@ -179,6 +179,12 @@ def test_a_verdict_that_was_moved_is_read_from_logging_root(question, invoke):
     assert (copies / "verdict.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_before_the_first_pair_no_csv_file_is_written(question, capture, tmp_path):
+    _, errors = capture("verdict", question.path, "--report", "--csv", tmp_path / "pairs.csv")
+    assert errors.endswith("pairs.csv: not written, this report has no values for it\n")
+    assert not (tmp_path / "pairs.csv").exists()
+
+
 def test_pairs_are_planned_from_runs_on_record(invoke):
     runs = Path(__file__).parent.parent / "docs/results/ablation_small"
     command = ["plan", "--effect", "0.01", "--runs", str(runs), "--baseline", "transformer_wide"]

@@ -83,7 +83,9 @@ class ReportVerb(Verb):
             chosen = report.tables if number == ALL_TABLES else [report.tables[number - 1]]
             report = dataclasses.replace(report, tables=chosen, notes=[])
         print(format_report(report, "markdown" if args.markdown else "latex" if args.latex else "terminal"))
-        if args.csv:
+        if args.csv and not report.records:
+            print(f"{args.csv}: not written, this report has no values for it", file=sys.stderr)
+        elif args.csv:
             write_csv(report.records, args.csv)
         if args.figure and report.draw is None:
             print(f"{args.figure}: not drawn, there is nothing to compare yet", file=sys.stderr)
