@@ -64,6 +64,45 @@ def test_end_of_text_that_is_not_special_becomes_special_on_loading(trained, tmp
     assert tok.count_token_bytes(tokenizer).tolist() == [*tok.count_token_bytes(trained).tolist(), 4]
 
 
+def test_a_special_token_ends_documents_before_an_ordinary_tag(tmp_path):
+    """In Gemma's vocabulary, </s> is an HTML tag."""
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "</s>": 2, "</u>": 3, "a": 4}))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with pytest.raises(RunError, match=r"no end-of-text token; add <\|endoftext\|> to its added_tokens"):
+        tok.get_end_of_text_id(tokenizer)
+    tokenizer.add_tokens(["</s>", "</u>"])
+    assert tok.get_end_of_text_id(tokenizer) == 2
+    tokenizer.add_special_tokens(["<pad>", "<eos>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tok.load_tokenizer(tmp_path / "tokenizer.json")
+    assert tok.get_end_of_text_id(tokenizer) == 1
+    [block] = tok.tokenize_pieces([Piece("a </s> a", True)], tokenizer)
+    assert block.ids.tolist() == [4, 2, 4, 1]
+
+
+PIECES = ["<unk>", "</s>", "<", "/s>", "a", "\u2581"]
+VOCABULARY = {piece: n for n, piece in enumerate(PIECES)}
+SPELLINGS = {
+    "Unigram": models.Unigram([(piece, -float(n)) for n, piece in enumerate(PIECES)], unk_id=0),
+    "WordLevel": models.WordLevel(VOCABULARY, unk_token="<unk>"),
+    "WordPiece": models.WordPiece(VOCABULARY, unk_token="<unk>"),
+    "BPE": models.BPE(VOCABULARY, [], unk_token="<unk>", ignore_merges=True),
+}
+
+
+@pytest.mark.parametrize("model", SPELLINGS)
+def test_a_vocabulary_with_end_of_text_does_not_end_documents(tmp_path, model):
+    tokenizer = Tokenizer(SPELLINGS[model])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tok.load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.encode("a </s>", add_special_tokens=False).ids == [4, 1], "which the library does"
+    assert tok.encode_text(tokenizer, "a </s> a") == [4, 2, 3, 4]
+    [block] = tok.tokenize_pieces([Piece("a </s>", True), Piece("a", True)], tokenizer)
+    assert (block.ids.tolist(), block.documents) == ([4, 2, 3, 1, 4, 1], 2)
+
+
 def make_sentencepiece(prepends: bool) -> Tokenizer:
     """Make a tokenizer with U+2581 for spaces, which adds one to each text (Llama 2), or splits at them (Unigram)."""
     characters = sorted({character for text in TEXTS for character in text} - {" "})

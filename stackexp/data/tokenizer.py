@@ -77,11 +77,33 @@ def treat_special_tokens_as_text(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def get_end_of_text_id(tokenizer: Tokenizer, path: Path | str = "tokenizer") -> int:
-    """Return the id of the token that ends a document. Raises RunError if there is none."""
-    for name in _END_OF_TEXT_NAMES:
-        if (token := tokenizer.token_to_id(name)) is not None:
-            return token
-    raise RunError(f"{path}: no end-of-text token; add {END_OF_TEXT} to its added_tokens")
+    """Return the id of the token that ends a document. Raises RunError if there is none.
+
+    A special token comes first: </s> is an HTML tag in Gemma's vocabulary, which ends documents with <eos>.
+    """
+    added = {token.content: (not token.special, i) for i, token in tokenizer.get_added_tokens_decoder().items()}
+    found = [added[name] for name in _END_OF_TEXT_NAMES if name in added]
+    if not found:
+        raise RunError(f"{path}: no end-of-text token; add {END_OF_TEXT} to its added_tokens")
+    return min(found, key=lambda token: token[0])[1]
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text as in training data: without special tokens, and without end-of-text."""
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return _spell_end_of_text(tokenizer, ids, get_end_of_text_id(tokenizer))
+
+
+def _spell_end_of_text(tokenizer: Tokenizer, ids: list[int], end: int) -> list[int]:
+    """Replace end-of-text in the ids of a text by those of its name in two parts, which no vocabulary joins.
+
+    Unigram models and word lists have its name in their vocabulary, so a text with "</s>" would end a document there.
+    """
+    if end not in ids:
+        return ids
+    name = tokenizer.id_to_token(end)
+    spelled = [i for part in (name[0], name[1:]) for i in tokenizer.encode(part, add_special_tokens=False).ids]
+    return [i for token in ids for i in (spelled if token == end else [token])]
 
 
 def get_vocab_size(tokenizer: Tokenizer) -> int:
@@ -239,7 +261,7 @@ def _encode(batch: list[Piece], tokenizer: Tokenizer) -> TokenBlock:
     end, ids = get_end_of_text_id(tokenizer), array("I")
     encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
     for piece, encoding in zip(batch, encodings, strict=True):
-        ids.extend(encoding.ids)
+        ids.extend(_spell_end_of_text(tokenizer, encoding.ids, end))
         if piece.ends_document:
             ids.append(end)
     documents = sum(piece.ends_document for piece in batch)

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from stackexp.data.tokenizer import get_end_of_text_id
+from stackexp.data.tokenizer import encode_text, get_end_of_text_id
 from stackexp.models.generation import generate
 from stackexp.models.transformer import Transformer
 
@@ -45,7 +45,7 @@ def continue_text(
     """
     device = next(model.parameters()).device
     end = get_end_of_text_id(tokenizer)
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids  # as in the training data
+    ids = encode_text(tokenizer, prompt)
     tokens = torch.tensor([ids or [end]], device=device)
     generator = torch.Generator(device).manual_seed(seed)
     with inference_mode(model, precision):

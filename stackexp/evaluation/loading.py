@@ -17,7 +17,7 @@ from stackexp import runs
 from stackexp.config.compose import compose, load_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.data.tokenizer import load_tokenizer
+from stackexp.data.tokenizer import encode_text, load_tokenizer
 from stackexp.datamodules.arithmetic import check_symbols
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.evaluate import open_data
@@ -160,7 +160,7 @@ class LoadedRun:
             )
         if self.config.data.objective == "arithmetic":
             check_symbols(f"{caller}: the text", text)
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids  # as in the training data
+        ids = encode_text(self.tokenizer, text)
         if len(ids) < minimum:
             raise RunError(f"{caller}: the text has no tokens; give a longer one")
         return ids

@@ -14,6 +14,7 @@ from torch import Tensor
 from stackexp.config.data import DataConfig
 from stackexp.data.evaluation_sets import EvaluationSet
 from stackexp.data.token_files import Chunks
+from stackexp.data.tokenizer import encode_text
 from stackexp.datamodules.arithmetic import check_symbols
 from stackexp.datamodules.base import ExperimentData
 from stackexp.datamodules.formal_language import LengthSet, build_string_batch
@@ -143,8 +144,7 @@ def open_text(run: LoadedRun, text: str) -> InspectionInput:
         raise ConfigError("inspect: --text requires a model of text; use --task for one of formal languages")
     if run.config.data.objective == "arithmetic":
         check_symbols("inspect: --text", text)
-    encoding = run.tokenizer.encode(text, add_special_tokens=False)  # as in the training data
-    ids = encoding.ids[: run.config.data.context_length]
+    ids = encode_text(run.tokenizer, text)[: run.config.data.context_length]
     if len(ids) < 2:
         raise ConfigError("inspect: --text has fewer than two tokens; give a longer text")
     batch = {"tokens": torch.tensor([ids]), "length": torch.tensor([len(ids)])}

@@ -14,7 +14,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from stackexp.data.tokenizer import get_end_of_text_id
+from stackexp.data.tokenizer import encode_text, get_end_of_text_id
 from stackexp.errors import RunError
 from stackexp.evaluation.generation import inference_mode
 from stackexp.models.generation import generate
@@ -121,7 +121,7 @@ class RunModel(WholeAnswers):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the token ids of a text, without special tokens, as in the training data."""
-        return self._tokenizer.encode(string, add_special_tokens=False).ids
+        return encode_text(self._tokenizer, string)
 
     def _loglikelihood_tokens(self, requests: list[Request], **kwargs: Any) -> list[tuple[float, bool]]:
         order = Collator(requests, sort_fn=lambda request: (-len(request[1] + request[2]), request[1:]))
