@@ -48,6 +48,10 @@ WRONG = {
     "the string id 2; return ids from 0 to 1": lambda x, y: (x + 1, y),
     "the answer id -1; return ids from 0 to 1": lambda x, y: (x, y - 1),
     "its mask counts no answer; raise its min_length": lambda x, y: (x, y, np.zeros(y.shape, bool)),
+    "must return a tuple of two or three NumPy arrays": lambda x, y: [x, y],
+    "as third array int64 [3, 5]; return a mask, bool [3, 5], or": lambda x, y: (x, y, y),
+    "as third array bool [3]; return a mask, ": lambda x, y: (x, y, y[:, 0] == 0),
+    "as third array int64 [3]; return a mask, bool [3, 5], or positions below 5": lambda x, y: (x, y, y[:, 0] + 5),
     "a string without an answer; each needs one that is not -100": lambda x, y: (x, np.where(x[:, :1] == 0, y, -100)),
 }
 

@@ -84,6 +84,9 @@ def test_the_bound_is_the_cross_entropy_of_the_source(max_length, num_lengths):
     task = TASKS["generate_marked_reversal"]
     expected = (40 * math.log(2) + math.log(num_lengths)) / 82
     assert task.entropy(81, max_length) == task.entropy(82, max_length) == pytest.approx(expected)
+    pairs = TASKS["generate_unmarked_reversal"]  # of 2 to 80 symbols: 2 and 3 give 2, only 80 gives 80
+    entropies = [pairs.entropy(length, 80) * (length + 1) - length / 2 * math.log(2) for length in (2, 80, 82)]
+    assert entropies == pytest.approx([math.log(79 / 2), math.log(79), math.log(40)])
     assert TASKS["generate_hardest"].entropy is None
     objective = FormalLanguageObjective.__new__(FormalLanguageObjective)
     options = ["data.task=generate_marked_reversal", f"data.max_length={max_length}"]

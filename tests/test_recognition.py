@@ -114,6 +114,7 @@ def test_lengths_begin_with_the_empty_string():
     assert labels == {name: {int(name in positive)} for name in LANGUAGES}
     assert TASKS["recognize_marked_copy"].find_unseen_length(40) == 41
     assert TASKS["recognize_dyck_2_3"].find_unseen_length(40) == 42
+    assert TASKS["modular_arithmetic"].find_unseen_length(41) == 43
 
 
 @pytest.mark.parametrize("name", LANGUAGES)

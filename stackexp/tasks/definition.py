@@ -90,7 +90,10 @@ class Task:
 
         if length < self.min_length:
             raise ConfigError(f"task {self.name}: length {length} is too short; use at least {self.min_length}")
-        inputs, targets, *counted = self.generate(rng, batch_size, self.fit(length))
+        drawn = self.generate(rng, batch_size, self.fit(length))
+        if not isinstance(drawn, tuple) or [type(array) for array in drawn] not in ([np.ndarray] * 2, [np.ndarray] * 3):
+            raise ConfigError(f"task {self.name}: its generator must return a tuple of two or three NumPy arrays")
+        inputs, targets, *counted = drawn
         if loop_fraction and self.solve:
             if counted:
                 raise ConfigError(
@@ -98,7 +101,7 @@ class Task:
                 )
             inputs = _repeat_words(rng, inputs, loop_fraction, self.loop_step)
             targets = self.solve(inputs)
-        self._check(inputs, targets, batch_size, length)
+        self._check(inputs, targets, counted, batch_size, length)
         mask = targets != NO_TARGET
         if counted:
             mask &= counted[0] if counted[0].ndim == 2 else np.arange(targets.shape[1]) <= counted[0][:, None]
@@ -115,8 +118,10 @@ class Task:
         """Return the smallest length whose strings are longer than all strings of up to `longest` symbols."""
         return self.fit(longest) + self.length_step
 
-    def _check(self, inputs: np.ndarray, targets: np.ndarray, batch_size: int, length: int) -> None:
-        """Raise ConfigError if strings or answers have other shapes, types or ids than the task declares."""
+    def _check(
+        self, inputs: np.ndarray, targets: np.ndarray, counted: list[np.ndarray], batch_size: int, length: int
+    ) -> None:
+        """Raise ConfigError if an array has another shape, type or ids than the task declares."""
         where = f"task {self.name}: at length {length} its generator returned"
         answers = self.output_length(self.fit(length))
         for name, array, num_ids in (
@@ -129,6 +134,16 @@ class Task:
             ids = array if name == "string" else array[array != NO_TARGET]
             if len(unknown := ids[(ids < 0) | (ids >= num_ids)]):
                 raise ConfigError(f"{where} the {name} id {unknown[0]}; return ids from 0 to {num_ids - 1}")
+        for array in counted:
+            is_mask = array.dtype == bool and array.shape == targets.shape
+            is_position = array.dtype == "int64" and array.shape == (batch_size,)
+            if not is_mask and not (is_position and ((array >= 0) & (array < answers)).all()):
+                found = f"as third array {array.dtype} {list(array.shape)}"
+                mask, position = (
+                    f"a mask, bool {list(targets.shape)}",
+                    f"positions below {answers}, int64 [{batch_size}]",
+                )
+                raise ConfigError(f"{where} {found}; return {mask}, or {position}")
         if targets.shape[1] != answers:
             raise ConfigError(f"{where} answers of {targets.shape[1]} symbols; output_length gives {answers}")
         if self.answers_every_token and inputs.shape != targets.shape:

@@ -18,7 +18,7 @@ Differences: trained on up to 80 symbols (published: 40 to 80), so that a curric
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -245,9 +245,10 @@ def register_context_free(name: str, language: ContextFreeLanguage) -> None:
     """Register the language model of a context-free language."""
 
     def compute_bound(length: int, max_length: int) -> float:
-        lengths = {language.fit(n) for n in range(language.min_length, max_length + 1)}
+        draws = Counter(language.fit(n) for n in range(language.min_length, max_length + 1))
         length = language.fit(length)
-        return (compute_source_entropy(name, length) + math.log(len(lengths))) / (length + 1)
+        share = draws[length] / draws.total() if length in draws else 1 / len(draws)
+        return (compute_source_entropy(name, length) - math.log(share)) / (length + 1)
 
     @task(
         "context-free generation",

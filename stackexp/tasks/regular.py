@@ -64,7 +64,7 @@ def evaluate(strings: np.ndarray) -> np.ndarray:
 
 
 # The ninth symbol belongs to the alphabet of Deletang et al. but occurs in no string.
-@task("regular", symbols="01234+-*_", answer_symbols="01234", solve=evaluate, loop_step=2)
+@task("regular", symbols="01234+-*_", answer_symbols="01234", solve=evaluate, loop_step=2, length_step=2)
 def modular_arithmetic(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return the value mod 5 of digits joined by + - *, where * takes precedence. Even lengths lose one symbol."""
     import numpy as np
