@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -169,6 +170,25 @@ def test_token_file_is_verified_by_its_record(prepared, ids, tmp_path, inspect):
     assert "the SHA-256 differs from the record" in inspect(path, code=1)["damage"][0]
     path.write_bytes(b"\1\2")
     assert "a.npy: 2 bytes" in inspect(path, code=1)["damage"][0]
+
+
+def test_documents_of_files_with_a_header_or_an_index(prepared, ids, tmp_path, inspect):
+    tokens, path = np.concatenate(ids).astype("<u2"), tmp_path / "a.bin"
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    path.write_bytes(header.tobytes() + tokens.tobytes())
+    assert "documents" not in inspect(path), "the ids that end documents in raw files are OLMo's"
+    options = ["--tokenizer", prepared / "tokenizer.json"]
+    path.write_bytes(header.tobytes() + np.roll(tokens, 1).tobytes())  # as llm.c writes it
+    assert inspect(path, *options)["documents"] == len(ids)
+    path.write_bytes(np.concatenate([document[:-1] for document in ids]).astype("<u2").tobytes())
+    lengths = np.array([len(document) - 1 for document in ids])
+    starts = np.cumsum([0, *2 * lengths[:-1]])
+    index = struct.pack("<QBQQ", 1, 8, len(ids), len(ids) + 1) + lengths.astype("<i4").tobytes()
+    index += starts.astype("<i8").tobytes() + np.arange(len(ids) + 1, dtype="<i8").tobytes()
+    path.with_suffix(".idx").write_bytes(b"MMIDIDX\0\0" + index)
+    found = inspect(path, *options)
+    assert (found["documents"], found["longest"]) == (len(ids), max(lengths) + 1)
 
 
 # Lengths

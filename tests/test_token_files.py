@@ -134,6 +134,8 @@ def test_header_of_llm_c_is_recognized(tmp_path, magic, dtype):
     (tmp_path / "train.bin").write_bytes(header.tobytes() + ids.tobytes())
     file = TokenFile(tmp_path / "train.bin", vocab_size=100_000)
     assert file.tokens.tolist() == ids.tolist() == np.concatenate(list(file.read_blocks(100_000))).tolist()
+    blocks = file.read_blocks(100_000, end=50_000)  # llm.c writes end-of-text before each document
+    assert np.concatenate(list(blocks)).tolist() == ids[1:].tolist()
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])

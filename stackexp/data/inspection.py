@@ -13,14 +13,13 @@ import numpy as np
 from stackexp.data.evaluation_sets import find_sets
 from stackexp.data.shards import TokenSet
 from stackexp.data.sources import TOKEN_SUFFIXES
-from stackexp.data.token_files import TokenFile, find_end_of_text, read_record
+from stackexp.data.token_files import BLOCK_TOKENS, TokenFile, find_end_of_text, read_record
 from stackexp.data.tokenizer import KnownTokenizer, get_end_of_text_id
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256
 from stackexp.tables import format_table
 from stackexp.terminal import open_bar
 
-BLOCK = 1 << 22  # ids read at a time
 BAR_DELAY_SECONDS = 1.0  # small datasets have no progress bar
 SAMPLE_LENGTH = 256  # token ids
 SHOWN_IDS = 64  # ids shown of a sample without a tokenizer
@@ -205,7 +204,7 @@ def _inspect_token_file(inspection: Inspection, options: InspectOptions) -> None
     path, known = inspection.path, options.tokenizer
     inspection.kind, record = "token file", read_record(path)
     try:
-        tokens = TokenFile(path).tokens
+        file = TokenFile(path)
     except RunError as error:
         inspection.damage.append(str(error))
         return
@@ -213,17 +212,18 @@ def _inspect_token_file(inspection: Inspection, options: InspectOptions) -> None
         inspection.notes.append(f"not verified: there is no record, {path.name}.json")
     else:
         inspection.verify_file(path, record.sha256)
-    if record and record.end_of_text is not None:
-        end: int | None = record.end_of_text
-    else:
+    tokens, is_raw = file.tokens, not file.tokens.offset and file.document_ends is None
+    largest, end = int(tokens.max()), record.end_of_text if record else None
+    if end is None and (known or is_raw):  # OLMo's files are raw
         end = get_end_of_text_id(known.tokenizer) if known else find_end_of_text(tokens)
-    largest = int(tokens.max())
     inspection.figures = {"tokens": len(tokens), "largest_id": largest, "end_of_text": end, "dtype": tokens.dtype.name}
     if end is None:
         inspection.notes.append("documents not counted: end-of-text is unknown; name the tokenizer with --tokenizer")
-    else:
-        bar = open_bar(range(0, len(tokens), BLOCK), desc="reading", delay=BAR_DELAY_SECONDS)
-        inspection.figures |= measure_documents((tokens[begin : begin + BLOCK] for begin in bar), end)
+    elif not inspection.damage:
+        total = -(-len(tokens) // BLOCK_TOKENS)
+        blocks = file.read_blocks(largest + 1, end=end)
+        bar = open_bar(blocks, desc="reading", total=total, delay=BAR_DELAY_SECONDS)
+        inspection.figures |= measure_documents(bar, end)
     if record:
         names = ("tokenizer", "vocab_size", "source")
         inspection.figures |= {name: getattr(record, name) for name in names}

@@ -101,6 +101,7 @@ class TokenFile:
         self.name = name or str(path)
         self.record = read_record(self.path)
         self.document_ends: np.ndarray | None = None
+        self.is_llm_c = False
         try:
             size = self.path.stat().st_size
             if self.record and size != self.record.bytes:
@@ -125,7 +126,7 @@ class TokenFile:
         if begin.startswith(NPY_MAGIC):
             return self._map_npy()
         if len(begin) == 12 and (header := np.frombuffer(begin, "<i4"))[0] in LLM_C_TYPES:
-            kind, count = np.dtype(LLM_C_TYPES[header[0]]), int(header[2])
+            kind, count, self.is_llm_c = np.dtype(LLM_C_TYPES[header[0]]), int(header[2]), True
             if size != LLM_C_HEADER_BYTES + count * kind.itemsize:
                 raise RunError(f"{self.name}: {size:,} bytes, but its header has {count:,} token ids; {REMEDY}")
             return np.memmap(self.path, kind, "r", LLM_C_HEADER_BYTES, (count,))
@@ -164,7 +165,8 @@ class TokenFile:
     ) -> Iterator[np.ndarray]:
         """Yield all ids in order, in blocks of about BLOCK_TOKENS.
 
-        With `end`, this id is added to the documents in Megatron's index that do not end with it.
+        With `end`, this id is added to the documents in Megatron's index that do not end with it, and left out at the
+        beginning of a file of llm.c, which writes it before each document.
         Raises RunError for an id outside the vocabulary, and at the end if the file differs from its record.
         """
         digest, position = hashlib.sha256(), 0
@@ -188,6 +190,8 @@ class TokenFile:
 
     def _end_documents(self, ids: np.ndarray, begin: int, end: int) -> np.ndarray:
         """Return ids [N] from position `begin` on, with `end` at the end of each document of the index."""
+        if self.is_llm_c and not begin and ids[0] == end:
+            return ids[1:]
         if self.document_ends is None:
             return ids
         first, last = np.searchsorted(self.document_ends, (begin, begin + len(ids)), "right")
