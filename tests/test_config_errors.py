@@ -122,6 +122,10 @@ MISTAKES = {
         (["data.streams.a.path=x"], "data.path: give one source (data.path, data.remote) or data.streams, not both"),
         (["data.streams.a.pth=x"], "data.streams.a.pth: unknown key; did you mean 'data.streams.a.path'?"),
         (["data.path=null", "data.streams.a={path: x, repeat: 0}"], "expected a number > 0 or null, found 0"),
+        (
+            ["data.path=null", "data.streams={a: {path: x}, b: {path: y}}", "data.shuffle=false"],
+            "data.shuffle: without it, an epoch reads one stream after the other; set data.shuffle=true",
+        ),
         (["data.path=null", "data.streams.a.proportion=1"], "data.streams.a.path: a stream requires a path, a remote"),
         (["data.path=null", "data.streams={a: {path: x, proportion: 1}, b: {path: y}}"], "to all streams or to none"),
         (["data.path=null", "data.streams.a={path: x, proportion: 1, repeat: 2}"], "proportion or repeat, not both"),

@@ -146,6 +146,8 @@ class ShardsConfig(DataConfig):
                 yield f"{key}.repeat", "give proportion or repeat, not both"
         if len({stream.proportion is None for stream in self.streams.values()}) > 1:
             yield "streams", "give proportion to all streams or to none"
+        if len(self.streams) > 1 and not self.shuffle:
+            yield "shuffle", "without it, an epoch reads one stream after the other; set data.shuffle=true"
         for key in ("validation", "test"):
             for name in getattr(self, key):
                 if message := explain_set_name(name):
