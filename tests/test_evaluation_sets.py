@@ -86,6 +86,12 @@ def test_names_that_cannot_be_written_are_refused_at_once(tmp_path, name):
         find_sets("mine", tmp_path)
 
 
+def test_a_text_with_a_long_name_is_read(tmp_path, known):
+    path = tmp_path / f"{'x' * 240}.txt"
+    path.write_text(TEXTS[0], encoding="utf-8")
+    assert read_tokens(open_one(path, known)) == [*TOKENIZER.encode(TEXTS[0]).ids, 0]
+
+
 def test_lines_without_a_document_are_skipped_with_a_warning(tmp_path, known, caplog):
     (tmp_path / "text.jsonl").write_bytes(b'{"id": 1}\n' + make_json_lines() + b"{broken\n")
     for _ in range(2):  # the second time, the tokens are in the cache
@@ -325,7 +331,9 @@ def test_folder_of_source_files_is_one_set(tmp_path, known, caplog):
     (tmp_path / "mixed").mkdir()
     for name in ("setup.py", "requirements.txt"):
         (tmp_path / "mixed" / name).write_text("text")
-    assert list(find_sets("mine", tmp_path / "mixed")) == ["mine/requirements"]
+    (tmp_path / "mixed" / "code").symlink_to(folder)
+    (tmp_path / "mixed" / "empty").mkdir()
+    assert list(find_sets("mine", tmp_path / "mixed")) == ["mine/requirements", "mine/code"]
     assert "mixed: its .py and .rst files are not scored" in caplog.text
     order = sorted(range(len(TEXTS)), key=lambda n: (n % 3, n))
     expected = [id_ for n in order for id_ in [*TOKENIZER.encode(TEXTS[n]).ids, 0]]

@@ -72,15 +72,17 @@ def test_all_sets_are_fetched_with_records_and_a_table(fetch, server, tmp_path):
     assert row == ["v2/ptb", "2", "5,000", "10,000", record.sha256[:12]]
 
 
-@pytest.mark.parametrize("damage", ["file", "record"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "record"])
 def test_complete_sets_are_kept_and_a_damaged_one_is_fetched_again(fetch, server, tmp_path, damage):
     fetch("v2 --only ptb,ice")
     requests = len(server.requests)
     assert "v2/ptb: already fetched" in fetch("v2 --only ptb ice").err
     assert len(server.requests) == requests
     path = PTB.file(tmp_path / "to")
-    if damage == "file":
+    if damage == "cut":
         path.write_bytes(path.read_bytes()[:-2])
+    elif damage == "changed":
+        path.write_bytes(path.read_bytes()[:-4] + b"\1\0\0\0")
     else:
         path.with_name("ptb.npy.json").write_text("{")
     fetch("v2 --only ptb")

@@ -8,6 +8,7 @@ import sys
 from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from corpora import STDLIB, prepare_set, read_files
@@ -149,6 +150,14 @@ def test_numbers_are_compared_by_their_decimal_digits(tmp_path, kind):
 
 
 # Preparation
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float16", "s<70000"), ("float32", "s<1e39")])
+def test_limits_beyond_the_type_of_a_column_are_accepted(tmp_path, dtype, limit):
+    table = pa.table({"text": ["a", "b"], "s": pa.array(np.array([1, 2], dtype))})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert texts(read(tmp_path / "a.parquet", limit)) == ["a", "b"]
+    assert read(tmp_path / "a.parquet", limit.replace("<", ">")) == [FilteredOut()] * 2
 
 
 @pytest.fixture(scope="module")

@@ -223,6 +223,7 @@ def test_an_unknown_id_is_refused(tmp_path, ids, message):
         vocabulary = {t: i for t, i in OLD.get_vocab().items() if i != 350} | {"filler": 450}
         old = Tokenizer(models.BPE(vocabulary, []))
         old.decoder = decoders.ByteLevel()
+        old.add_special_tokens(["<|endoftext|>"])
     np.save(tmp_path / "a.npy", np.array(ids))
     with pytest.raises(RunError, match=rf"a\.npy: token id {message}.*set --from"):
         convert(tmp_path / "a.npy", tmp_path / "new", old)
@@ -244,6 +245,8 @@ def test_only_changed_files_are_converted_again(tmp_path, capsys):
     assert "set1.bin: already converted" in capsys.readouterr().err
     (to / "v1/set1.bin").write_bytes(b"cut")
     assert list_written() == ["set1.bin.json"]
+    (to / "v0/set2.bin").write_bytes((to / "v0/set2.bin").read_bytes()[::-1])
+    assert list_written() == ["set2.bin.json"]
     write(source / "v0/set2.bin", encode(OLD, [TEXTS[3]]), tokenizer="unknown")
     assert list_written() == ["set2.bin.json"]
     assert list_written(new=OLD) == everything

@@ -105,6 +105,7 @@ def find_sets(name: str, path: Path, *, warn_missing: bool = True) -> dict[str, 
 
 def _find_in_folder(name: str, folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
+    without_sets: dict[str, Path] = {}
     for entry in sorted(folder.iterdir()):
         is_loop = entry.is_symlink() and entry.is_dir() and folder.resolve().is_relative_to(entry.resolve())
         if is_loop or entry.name.startswith("."):
@@ -116,12 +117,16 @@ def _find_in_folder(name: str, folder: Path) -> dict[str, Path]:
             inside = _find_in_folder(stem, entry)
             if len(inside) == 1:  # such as 4chan/val.npy
                 inside = dict.fromkeys([stem], *inside.values())
+            elif not inside:
+                without_sets[stem] = entry
         else:
             inside = {stem: entry} if entry.is_dir() or entry.name.lower().endswith(SET_SUFFIXES) else {}
         if duplicates := found.keys() & inside.keys():
             duplicate = min(duplicates)
             raise RunError(f"{folder}: {found[duplicate].name} and {entry.name} are both {duplicate}; rename one")
         found |= inside
+    if found:  # otherwise the documents of all subfolders are one set
+        found |= {stem: entry for stem, entry in without_sets.items() if _holds_documents(entry)}
     return found
 
 
@@ -235,7 +240,7 @@ def convert_text(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
     names = [[source.name, compute_sha256(Path(source.path))] for source in sources]  # the suffix is the format
     digest = hash_values(names)
     name = hash_values([digest, compute_fingerprint(tokenizer)])[:16]
-    target = get_cache_root() / "sets" / f"{path.name.split('.')[0]}-{name}.npy"
+    target = get_cache_root() / "sets" / f"{path.name.split('.')[0][:100]}-{name}.npy"
     with explain_failed_writes(target, CACHE_REMEDY):
         if (file := _open_complete(target)) is None:
             target.parent.mkdir(parents=True, exist_ok=True)

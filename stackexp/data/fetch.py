@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 import stackexp
 from stackexp.data.olmo import BASE_URL, INSTANCE_LENGTH, TOKENIZER, VOCAB_SIZE, OlmoSet
+from stackexp.data.shards import DamagedFileError, verify_file
 from stackexp.data.token_files import (
     NPY_MAGIC,
     FileRecord,
@@ -78,7 +79,9 @@ def _find_complete(olmo_set: OlmoSet, folder: Path) -> FileRecord | None:
         return None
     if record.tokenizer != TOKENIZER:
         raise RunError(f"{path}: exists and belongs to another tokenizer; choose another --to")
-    if path.stat().st_size != record.bytes:
+    try:
+        verify_file(path, record.sha256)
+    except DamagedFileError:
         print_line(f"{path}: differs from its record; fetching it again")
         return None
     print_line(f"{olmo_set}: already fetched")

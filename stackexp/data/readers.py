@@ -392,8 +392,10 @@ def _find_columns(source: Source, schema: "pa.Schema", columns: Columns) -> tupl
             raise RunError(f"{source.path}: --filter '{condition}': {e}; correct or remove the filter") from e
         if str(kind) in ROUNDED_KINDS:
             assert condition.number is not None, "accepts has compared it"
-            rounded = np.array(float(condition.number), ROUNDED_KINDS[str(kind)])
-            condition = replace(condition, value=repr(float(rounded)))
+            with np.errstate(over="ignore"):
+                rounded = np.array(float(condition.number), ROUNDED_KINDS[str(kind)])
+            if np.isfinite(rounded):  # a larger number has no value of this type
+                condition = replace(condition, value=repr(float(rounded)))
         filters.append(condition)
     return list(dict.fromkeys(names)), Columns(columns.text, tuple(filters))
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from stackexp.data.readers import Piece
+from stackexp.data.shards import verify_file
 from stackexp.data.sources import find_sources
 from stackexp.data.token_files import FileRecord, TokenFile, count_token, find_end_of_text, write_token_file
 from stackexp.data.tokenizer import (
@@ -163,6 +164,7 @@ def _describe_layout(file: TokenFile) -> str:
 def _find_complete(path: Path, origin: dict[str, Any]) -> FileRecord | None:
     try:
         record = TokenFile(path).record
+        verify_file(path, record.sha256 if record else None)
     except RunError:
         return None
     return record if record and origin.items() <= asdict(record).items() else None

@@ -72,7 +72,8 @@ def verify_file(path: Path, sha256: str | None) -> None:
         return
     if compute_sha256(path) != sha256:
         raise DamagedFileError(
-            f"{path}: damaged, its SHA-256 is not the recorded one; copy, fetch or prepare the file again"
+            f"{path}: damaged, its SHA-256 is not the recorded one; copy or fetch it again, or repair its folder as "
+            "`data inspect` says"
         )
     with contextlib.suppress(OSError):  # without a cache, every process hashes the file
         mark.parent.mkdir(parents=True, exist_ok=True)
