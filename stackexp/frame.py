@@ -152,6 +152,12 @@ def _walk_runs(root: Path | str) -> Iterator[Path]:
             yield Path(folder)
 
 
+def read_start(row: Row) -> float:
+    """Return the start of a run in seconds since 1970; 0 if it is not recorded."""
+    start = RunFolder(Path(row["path"])).read_start()
+    return start.timestamp() if start else 0.0
+
+
 def name_arm(path: Path) -> str:
     """Return the name of a run without id, seed and hash: the trial's label, or the config's name."""
     path = path.resolve()

@@ -179,7 +179,8 @@ def compute_power(
     if math.isfinite(degrees):
         ratio = np.sqrt(chdtri(degrees, (np.arange(QUANTILES) + 0.5) / QUANTILES) / degrees)
     shifts = ratio * effect * math.sqrt(pairs) / deviation
-    return float(np.mean(1 - nctdtr(pairs - 1, shifts, _get_critical_t(pairs, pairs, level))))
+    missed = nctdtr(pairs - 1, shifts, _get_critical_t(pairs, pairs, level))
+    return float(np.mean(1 - np.nan_to_num(missed, nan=0.0)))  # NaN for a large shift, which no pairs miss
 
 
 def count_pairs(

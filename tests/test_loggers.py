@@ -258,6 +258,20 @@ def test_callbacks_and_loggers_of_the_user(tiny, own, tmp_path, monkeypatch, cap
     assert str(own) in run.config.read_text(), "found again by `fit --run` in any folder"
 
 
+def test_each_entry_of_a_logger_receives_the_options_once(own, tmp_path, monkeypatch):
+    monkeypatch.setenv("STACKEXP_TRUST_PLUGINS", "1")
+    own.write_text(f"{OWN}\nclass Named(Failing):\n    def __init__(self, path): super().__init__()\n")
+    run, received = RunFolder(tmp_path), []
+    for path in ("a", "b", "a"):
+        entry = f"{{class: '{own}:Named', options: {{path: {path}}}}}"
+        config = compose(["quickstart"], [f"logging.loggers=[{entry}]"])
+        (logger,) = build_loggers(config, run)
+        logger.log_hyperparams = lambda _, path=path: received.append(path)
+        open_logger(logger, config, run)
+        find_sent_lines(logger, run)
+    assert received == ["a", "b"]
+
+
 def test_the_logger_and_the_callback_of_the_docs(tiny, empty_folder, capsys):
     text = (Path(__file__).parents[1] / "docs" / "runs.md").read_text()
     for name in ("my_loggers.py", "my_callbacks.py"):

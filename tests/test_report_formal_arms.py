@@ -1,8 +1,12 @@
 """`report formal --arms`: mean accuracy of every arm under equal budgets."""
 
+import json
+import shutil
+
 from formal_runs import finish, write_run
 
-from stackexp.files import read_hashed_json, write_hashed_json
+from stackexp.files import read_hashed_json, write_hashed_json, write_json
+from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 
 
@@ -61,6 +65,15 @@ def test_a_failed_run_counts_as_not_solved(tmp_path, invoke):
     assert "the last session; those without a recorded time (1) count as 0" in printed
     assert "Failed runs count as not solved, and are in no mean accuracy: lstm on parity_check (1)" in printed
     assert "left out" not in printed
+    again = write_run(tmp_path / "again/pairs/lstm-seed=101-01234561", "LSTM", "parity_check", seed=101)
+    with RunFolder(run).lock():
+        assert "| parity_check | 1/1 |" in " ".join(invoke(*command).split()), "its next attempt is running"
+    finish(again, beyond=1.0)
+    assert "| parity_check | 2/2 |" in " ".join(invoke(*command).split()), "its seed has finished elsewhere"
+    shutil.rmtree(tmp_path / "again")
+    (run / "failure.json").write_text("{")
+    assert "| parity_check | 1/1 |" in " ".join(invoke(*command).split()), "damaged"
+    (run / "failure.json").write_text('{"tried_again": false}')
     text = " ".join(invoke("report formal", tmp_path, "--markdown").split())
     assert "**1.00** / 1.00 (1/2) |" in text
     assert f"failed runs count as not solved, and are in no other score: {run}" in text
@@ -71,7 +84,8 @@ def test_an_arm_or_a_task_whose_runs_all_failed_is_in_the_table_and_in_copies(tm
     finish(write_run(tmp_path / "q/parity_check/tuning/lstm-0-seed=50-01234560", "LSTM", "parity_check"), beyond=1.0)
     for arm, model, task in (("transformer", "Transformer", "parity_check"), ("lstm", "LSTM", "even_pairs")):
         run = write_run(tmp_path / f"q/{task}/pairs/{arm}-seed=100-01234561", model, task)
-        (run / "failure.json").write_text('{"cause": "step 3: loss nan with gradient norm 1"}')
+        cause = "step 3: loss nan with gradient norm 1; last good checkpoint: /home/me/checkpoints/00000003"
+        write_json(run / "failure.json", {"cause": cause})
     unfinished = write_run(tmp_path / "q/parity_check/pairs/lstm-seed=101-01234562", "LSTM", "parity_check")
     write_hashed_json(tmp_path / "q/parity_check/verdict.json", {"version": 1})
     copies = tmp_path / "copies"
@@ -79,6 +93,12 @@ def test_an_arm_or_a_task_whose_runs_all_failed_is_in_the_table_and_in_copies(tm
     found = {str(path.relative_to(copies)) for path in copies.rglob("*") if path.suffix or "seed" in path.name}
     assert {"parity_check/verdict.json", "parity_check/tuning/lstm-0-seed=50-01234560"} <= found
     assert not any(unfinished.name in path for path in found)
+    cause = json.loads((copies / run.relative_to(tmp_path / "q") / "failure.json").read_text())["cause"]
+    assert cause == "step 3: loss nan with gradient norm 1; last good checkpoint: 00000003"
+    inner = tmp_path / "q/parity_check/pairs"
+    for number, folders in enumerate(([tmp_path / "q", inner], [inner, tmp_path / "q"])):
+        invoke("runs copy", *folders, "--to", tmp_path / f"both{number}")
+        assert (tmp_path / f"both{number}/parity_check/pairs/lstm-seed=100-01234560").is_dir()
     for folder in (tmp_path / "q", copies):
         printed = " ".join(invoke("report formal --arms", folder, "--markdown").split())
         assert "| parity_check | 1/1 | 0/1 |" in printed

@@ -91,3 +91,9 @@ def test_a_sweep_over_other_numbers_has_curves():
     assert axes.get_xlabel() == "optimizer.lr"
     build(grid={"model.memory.discipline": ["stack", "queue"]})
     assert build_grid("study.yaml").draw is None
+
+
+def test_without_a_cell_there_are_curves_only():
+    build(list=[{H: 1}, {H: 2}, {S: 8}, {S: 16}])
+    labels = [axes.get_xlabel() for axes in build_grid("study.yaml").draw().axes]
+    assert sorted(labels) == ["stack heads ($H$)", "stack slots ($S$)"]

@@ -16,6 +16,7 @@ from stackexp.cli import main
 from stackexp.config.compose import compose, load_config
 from stackexp.errors import FolderBusyError, RunError
 from stackexp.files import make_temporary_path
+from stackexp.models import checkpoints
 from stackexp.models.checkpoints import load_state
 from stackexp.runs import MARKER, RunFolder, read_manifest, write_manifest
 from stackexp.training.callbacks.metrics_log import MetricsLog
@@ -224,6 +225,15 @@ def test_a_refused_dataset_changes_no_file_of_the_run(unfinished, corpus, invoke
     assert "the sequences have changed since the run began; restore data.path or data.streams" in line
     assert {path: path.read_bytes() for path in unfinished.path.rglob("*") if path.is_file()} == before
     invoke("fit --run", unfinished.path)
+
+
+def test_a_checkpoint_without_a_data_record_changes_no_file_of_the_run(unfinished, invoke, monkeypatch):
+    before = {path: path.read_bytes() for path in unfinished.path.rglob("*") if path.is_file()}
+    load = checkpoints.load_state
+    monkeypatch.setattr(checkpoints, "load_state", lambda path: load(path) | {"data_record": {}})
+    line = invoke("fit --run", unfinished.path, "trainer.keep_checkpoints=3", expect=1)
+    assert "has no record of its training data; start a new run" in line
+    assert {path: path.read_bytes() for path in unfinished.path.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])

@@ -47,9 +47,17 @@ def test_a_copy_has_the_figures_of_its_result(run):
         find_checkpoint(RunFolder(Path("copies/tiny") / run.path.name), None)
 
 
+def test_a_copy_names_the_files_of_other_sets_without_their_folders(run, trained, corpus):
+    assert main(["validate", "--run", str(run.path), "--sets", f"mine={corpus['left']}"]) == 0
+    assert main(["runs", "copy", "runs", "--to", "copies"]) == 0
+    (record,) = (path for path in Path("copies").rglob("*.json") if "mine" in path.name)
+    assert json.loads(record.read_text())["paths"] == {"mine": Path(corpus["left"]).name}
+    assert str(Path(corpus["left"]).parent) not in record.read_text()
+
+
 def test_copies_of_runs_with_the_same_name_are_refused_before_any_is_written(run, invoke):
-    shutil.copytree(run.path, Path("runs/other/tiny") / run.path.name)
-    assert "have the same name; copy them separately" in invoke("runs copy runs runs/other --to copies", expect=2)
+    shutil.copytree(run.path, Path("other/tiny") / run.path.name)
+    assert "have the same name; copy them separately" in invoke("runs copy runs other --to copies", expect=2)
     assert not Path("copies").exists()
 
 

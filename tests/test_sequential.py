@@ -172,6 +172,8 @@ def test_planned_pairs_and_detectable_effects_are_inverse():
     pairs = count_pairs(0.02, 0.02, degrees=4)
     assert find_detectable_effect(pairs, 0.02) < 0.017, "if the deviation were known"
     assert find_detectable_effect(pairs, 0.02, degrees=4) <= 0.02 < find_detectable_effect(pairs - 1, 0.02, degrees=4)
+    effects = [find_detectable_effect(pairs, 1.0, degrees=1) for pairs in range(4, 61)]
+    assert effects == sorted(effects, reverse=True), "scipy's distribution is NaN for large shifts"
 
 
 def test_the_deviation_has_its_own_interval():

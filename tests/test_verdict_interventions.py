@@ -19,7 +19,7 @@ from stackexp.files import write_hashed_json
 from stackexp.inspection.inspect import open_set
 from stackexp.inspection.interventions import measure_interventions
 from stackexp.inspection.pairs import measure_pairs
-from stackexp.reports.interventions import FILE, build_interventions, get_identity
+from stackexp.reports.interventions import FILE, VERSION, build_interventions, get_identity, list_unmeasured
 from stackexp.runs import RunFolder
 from stackexp.sweeps.verdict import load_verdicts
 from stackexp.tasks import TASKS
@@ -63,7 +63,11 @@ def test_interventions_are_measured_once(trained, tmp_path):
     assert build_interventions(verdict, pairs)[0].rows[1][-1] == "3"
     for file, run in zip(files, folders, strict=False):
         identity = get_identity(verdict, RunFolder(run))
-        write_hashed_json(run / FILE, identity | {"changes": changes | {"dropped read": math.inf}})
+        write_hashed_json(run / FILE, identity | {"changes": changes})
+        assert RunFolder(run) in list_unmeasured(verdict), "an earlier version has measured it"
+        notes = build_interventions(verdict, pairs)[1]
+        assert "stack: 1 run with actions frozen at the mean of four batches, not of all tokens" in notes
+        write_hashed_json(run / FILE, identity | VERSION | {"changes": changes | {"dropped read": math.inf}})
         if file is files[1]:
             assert build_interventions(verdict, pairs)[0].rows[1][-1] == "1", (
                 "a change that is not finite does not count"

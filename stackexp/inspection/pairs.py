@@ -6,7 +6,7 @@ from stackexp.evaluation.loading import load_run
 from stackexp.files import hold_lock, write_hashed_json
 from stackexp.inspection.inspect import load_batches, open_run_data
 from stackexp.inspection.interventions import measure_summary
-from stackexp.reports.interventions import FILE, get_identity, list_unmeasured
+from stackexp.reports.interventions import FILE, VERSION, get_identity, list_unmeasured
 from stackexp.sweeps.verdict import Question
 
 
@@ -26,4 +26,4 @@ def measure_pairs(verdict: Question) -> None:
             data.eval_limit = identity["chunks"]
             sets = [measure_summary(run.model, load_batches(run, data, opened)) for opened in data.sets("validate")]
             changes = {name: statistics.fmean(values[name] for values in sets) for name in sets[0]}
-            write_hashed_json(folder.path / FILE, identity | {"changes": changes})
+            write_hashed_json(folder.path / FILE, identity | VERSION | {"changes": changes})

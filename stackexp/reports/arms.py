@@ -22,7 +22,7 @@ from stackexp.config.compose import load_config
 from stackexp.config.layers import list_shipped
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.scores import read_chunk_losses
-from stackexp.frame import OLMO_GROUPS, Row, get_options, get_scores, read_rows
+from stackexp.frame import OLMO_GROUPS, Row, get_options, get_scores, read_rows, read_start
 from stackexp.modules.scores import (
     Noise,
     SamplingError,
@@ -81,7 +81,7 @@ def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple
     replaced: list[Row] = []
     for label, members in sorted(groups.items()):
         for name, group in zip(_separate_names(label, members), members, strict=True):
-            group.sort(key=_read_start)
+            group.sort(key=read_start)
             latest = {row["seed"]: row for row in group if is_finished(row)}
             replaced += [row for row in group if is_finished(row) and row is not latest[row["seed"]]]
             arms[name] = [*latest.values(), *(row for row in group if not is_finished(row))]
@@ -97,12 +97,6 @@ def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple
     for state, reason in (("running", "running now"), ("unfinished", unfinished)):
         notes += list_paths(reason, [row for row in rows if row["state"] == state])
     return arms, notes
-
-
-def _read_start(row: Row) -> float:
-    """Return the start of a run in seconds since 1970; 0 if it is not recorded."""
-    start = RunFolder(Path(row["path"])).read_start()
-    return start.timestamp() if start else 0.0
 
 
 def is_finished(row: Row) -> bool:

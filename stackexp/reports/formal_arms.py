@@ -50,7 +50,8 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
         runs = [run for run in runs if is_trial(run) or _has_setting(run.row, settings)]
     found: dict[tuple[str, str, int], Row] = {}
     changes: dict[str, list[str] | None] = {}  # of each arm to the paper's stack; None: not a stack
-    unscored, failed, untimed = [], Counter[tuple[str, str]](), 0
+    failures: dict[tuple[str, str, int], Row] = {}
+    unscored, untimed = [], 0
     for run in runs:
         path, arm, task = Path(run.row["path"]), run.row["arm"], run.task
         is_tuning = is_trial(run)
@@ -58,7 +59,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
         untimed += run.is_finished and "seconds" not in run.row
         score = run.compute_score(run.lengths)
         if run.has_failed and not is_tuning:
-            failed[task, arm] += 1
+            failures[task, arm, run.row["seed"]] = run.row
             changes[arm] = list_changes(run.row)
         elif not run.is_finished or (score is None and not is_tuning):
             unscored.append(path)
@@ -72,6 +73,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
             scores[task][arm].append(score)
             changes[arm] = list_changes(run.row)
             records.append({"task": task, "arm": arm, "score": score} | {key: run.row.get(key) for key in COLUMNS})
+    failed = Counter((task, arm) for task, arm, seed in failures.keys() - found.keys())
     if not scores:
         raise RunError(f"{join_paths(paths)}: no finished run is tested over {lengths[0]}..{lengths[1]}")
     if failed:

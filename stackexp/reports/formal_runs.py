@@ -17,7 +17,7 @@ from stackexp.config.registry import import_plugin
 from stackexp.config.yaml_files import Leaf
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.accuracy import Lengths, average_accuracy, parse_accuracy
-from stackexp.frame import Row, find_runs, get_options, list_tests, read_evaluation, read_rows
+from stackexp.frame import Row, find_runs, get_options, list_tests, read_evaluation, read_rows, read_start
 from stackexp.runs import RunFolder
 from stackexp.sweeps.trials import has_failed
 from stackexp.tables import ABSENT
@@ -410,7 +410,7 @@ def _build_cell(task: str, column: str, lengths: Lengths, found: list[FormalRun]
     chosen, *others = (recipes[name] for name in sorted(recipes, key=lambda name: (*_rank(recipes[name]), name)))
 
     scored = [run for run in chosen if run.evaluation]
-    ordered = sorted(scored, key=lambda run: (run.row["seed"], run.is_finished, run.num_strings))
+    ordered = sorted(scored, key=lambda run: (run.row["seed"], run.is_finished, run.num_strings, read_start(run.row)))
     by_seed = {run.row["seed"]: run for run in ordered}
     runs = list(by_seed.values())
     pending = [run for run in chosen if not run.evaluation and run.row["seed"] not in by_seed]

@@ -210,7 +210,8 @@ def draw_grid(results: Sequence[TrialSummary], center: Values, varied: Sequence[
 
     if not all(select_results(results, key, center) for key in varied):  # not finished
         center = {}
-    has_maps = len(PAPER_SYMBOLS.keys() & set(varied)) > 1
+    others, losses = _select_cells(results, center)
+    has_maps = len(PAPER_SYMBOLS.keys() & set(varied)) > 1 and bool(losses)
     figure: Any = Figure(figsize=(max(9.5, 3.2 * len(varied)), 6.4 if has_maps else 3.2), layout="constrained")
     top, bottom = figure.subfigures(2, 1) if has_maps else (figure, None)
     for axes, key in zip(top.subplots(1, len(varied), squeeze=False)[0], varied, strict=True):
@@ -219,23 +220,33 @@ def draw_grid(results: Sequence[TrialSummary], center: Values, varied: Sequence[
         axes.set_title(describe_fixed(selected[0]["values"], key), fontsize=8)
         axes.grid(alpha=0.3)
     if has_maps:
-        _draw_maps(bottom, results, center)
+        _draw_maps(bottom, results, others, losses)
     return figure
 
 
-def _draw_maps(figure: Any, results: Sequence[TrialSummary], center: Values) -> None:
-    """Draw a heat map for each number of slots. Cells without a finished trial are hatched."""
-    title = _list_titles(results)[-1]
-    heads, sizes, slots = (_list_values(results, KEYS[symbol]) or [None] for symbol in ("H", "d_s", "S"))
-    drawn = set(itertools.product(heads, sizes, slots))
-    cells = [(tuple(r["values"].get(KEYS[symbol]) for symbol in KEYS), r) for r in results if title in r["losses"]]
+def _list_axes(results: Sequence[TrialSummary]) -> list[list[Any]]:
+    """Return the values of H, d_s and S; [None] for one that was not searched."""
+    return [_list_values(results, key) or [None] for key in KEYS.values()]
+
+
+def _select_cells(results: Sequence[TrialSummary], center: Values) -> tuple[Values, dict[tuple, float]]:
+    """Return the other values of all cells, those of the center or the best cell, and the loss at each (H, d_s, S).
+
+    There may be no cell: a trial of a `list` need not set all of them.
+    """
+    title, drawn = _list_titles(results)[-1], set(itertools.product(*_list_axes(results)))
+    cells = [(tuple(r["values"].get(key) for key in KEYS.values()), r) for r in results if title in r["losses"]]
     cells = [(cell, result) for cell, result in cells if cell in drawn]
+    if not cells:
+        return {}, {}
     others = {k: value for k, value in (cells[0][1]["values"] | center).items() if k not in KEYS.values()}
-    losses = {
-        cell: result["losses"][title]["mean"]
-        for cell, result in cells
-        if all(result["values"].get(key) == value for key, value in others.items())
-    }
+    chosen = ((c, r) for c, r in cells if all(r["values"].get(key) == value for key, value in others.items()))
+    return others, {cell: result["losses"][title]["mean"] for cell, result in chosen}
+
+
+def _draw_maps(figure: Any, results: Sequence[TrialSummary], others: Values, losses: dict[tuple, float]) -> None:
+    """Draw a heat map for each number of slots. Cells without a finished trial are hatched."""
+    title, (heads, sizes, slots) = _list_titles(results)[-1], _list_axes(results)
     if others:
         figure.suptitle(describe_fixed(others, ""), fontsize=8)
     low, high = min(losses.values()), max(losses.values())

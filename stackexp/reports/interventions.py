@@ -17,6 +17,8 @@ from stackexp.sweeps.verdict import Question, QuestionStage
 from stackexp.tables import ABSENT
 
 FILE = "interventions.json"
+VERSION = {"version": 2}
+"""Before version 2, actions were frozen at their mean over the first four batches."""
 Changes = dict[str, float]
 """Intervention -> change of the loss."""
 
@@ -61,7 +63,7 @@ def list_unmeasured(verdict: Question) -> list[RunFolder]:
         if newest is not None and int(newest.name) == identity["step"]:
             changes = None
             with contextlib.suppress(RunError):
-                changes = read_changes(folder, identity)
+                changes = read_changes(folder, identity | VERSION)
             missing += [folder] if changes is None else []
     return missing
 
@@ -73,11 +75,14 @@ def build_interventions(verdict: Question, pairs: QuestionStage) -> tuple[Table 
     material = f"{verdict.config.interventions_chunks} chunks of each validation set"
     for arm, trials in list_memory_trials(pairs).items():
         measured: list[Changes] = []
+        older = 0
         for trial in trials:
             if trial.config.data.objective == "transduction":
                 material = "all validation strings"
             try:
-                changes = read_changes(trial.folder, get_identity(verdict, trial.folder))
+                identity = get_identity(verdict, trial.folder)
+                changes = read_changes(trial.folder, identity)
+                older += changes is not None and read_changes(trial.folder, identity | VERSION) is None
             except RunError as error:
                 notes.append(str(error))
                 continue
@@ -85,6 +90,10 @@ def build_interventions(verdict: Question, pairs: QuestionStage) -> tuple[Table 
         if len(measured) < len(trials):
             count = count_runs(len(trials) - len(measured))
             notes.append(f"{arm}: {count} without interventions: not measured yet, or the last checkpoint is deleted")
+        if older:
+            notes.append(
+                f"{arm}: {count_runs(older)} with actions frozen at the mean of four batches, not of all tokens"
+            )
         for name in dict.fromkeys(name for changes in measured for name in changes):
             found = [changes.get(name) for changes in measured]  # None: a loss that is not finite
             values = [change for change in found if change is not None and math.isfinite(change)]

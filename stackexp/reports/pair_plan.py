@@ -68,8 +68,13 @@ def _average_seconds(stage: QuestionStage) -> dict[str, float]:
 
 def _format_stage(name: str, stage: QuestionStage, seconds: dict[str, float], arms: Sequence[str]) -> str:
     """Return the number of runs of a stage, and the time of those of `arms` that are left."""
-    trials = {trial.name: (arm, trial) for (arm, *_), trial in stage.trials.items()}
-    missing = [arm for arm, trial in trials.values() if not trial.folder.is_finished and not has_diverged(trial)]
+    trials = {trial.name: trial for trial in stage.trials.values()}
+    users: dict[str, list[str]] = {name: [] for name in trials}  # the arms that share a run, the needed ones first
+    for (arm, *_), trial in stage.trials.items():
+        users[trial.name].insert(0 if arm in arms else len(trials), arm)
+    missing = [
+        users[name][0] for name, trial in trials.items() if not trial.folder.is_finished and not has_diverged(trial)
+    ]
     left = [arm for arm in missing if arm in arms]
     text = f"{name:7} {len(trials)} runs, {len(trials) - len(missing)} done"
     if len(missing) > len(left):

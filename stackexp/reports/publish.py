@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.errors import RunError
-from stackexp.files import create_folder_atomically, read_json_lines, write_hashed_json, write_json, write_json_lines
+from stackexp.files import (
+    create_folder_atomically,
+    read_json,
+    read_json_lines,
+    write_hashed_json,
+    write_json,
+    write_json_lines,
+)
 from stackexp.frame import list_tests, read_evaluation, read_validations
 from stackexp.reports.interventions import FILE as INTERVENTIONS
 from stackexp.runs import RunFolder
@@ -42,17 +49,27 @@ def copy_run(folder: RunFolder, target: Path) -> None:
         folder.read_result()
     with create_folder_atomically(target) as new:
         RunFolder(new).mark()
-        for path in (folder.config, folder.result, folder.path / INTERVENTIONS, folder.path / FAILURE):
+        for path in (folder.config, folder.result, folder.path / INTERVENTIONS):
             if path.exists():
                 shutil.copyfile(path, new / path.name)
+        if (path := folder.path / FAILURE).exists():
+            write_json(new / FAILURE, _anonymize_failure(read_json(path)))
         for name, record in records.items():
-            write_hashed_json(new / name, record | {"checkpoint": Path(record["checkpoint"]).name})
+            names = {key: Path(value).name for key, value in record.get("paths", {}).items()}
+            named = {"checkpoint": Path(record["checkpoint"]).name} | ({"paths": names} if names else {})
+            write_hashed_json(new / name, record | named)
         for path in chunks:
             scores = path.with_suffix(".json")
             if scores == folder.result or scores.name in records or not scores.exists():  # not of another run
                 shutil.copytree(path, new / path.name)
         write_json(new / "environment.json", [_anonymize_session(session) for session in folder.read_sessions()])
         write_json_lines(new / "data.jsonl", list(read_json_lines(data, skip_damaged=True))[-1:])
+
+
+def _anonymize_failure(failure: dict[str, Any]) -> dict[str, Any]:
+    """Return a failure without the name of the host, and with the names of files instead of their paths."""
+    cause = re.sub(r"(\(process \d+) on \S+\)", r"\1)", failure.get("cause", ""))
+    return failure | {"cause": re.sub(r"/\S*/(?=[^\s/])", "", cause)}
 
 
 def list_plans(run: Path, root: Path) -> list[Path]:

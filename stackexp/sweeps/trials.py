@@ -1,5 +1,6 @@
 """A trial of a sweep: its run folder, claim, state and progress, and the record of its failures."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -267,7 +268,11 @@ def read_failure(trial: Trial) -> dict[str, Any]:
 def has_failed(folder: RunFolder) -> bool:
     """Return True if the last attempt of a trial failed and none has begun since."""
     failure = folder.path / FAILURE
-    return not folder.is_finished and failure.exists() and not read_json(failure).get("tried_again")
+    if folder.is_finished or not failure.exists() or folder.is_running:
+        return False
+    with contextlib.suppress(RunError):  # a damaged file: the next `sweep run` retries the trial
+        return not read_json(failure).get("tried_again")
+    return False
 
 
 def count_failures(trial: Trial) -> int:

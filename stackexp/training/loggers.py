@@ -31,7 +31,7 @@ from stackexp.config.experiment import LOGGERS, ExperimentConfig
 from stackexp.config.model import PAPER_SYMBOLS
 from stackexp.config.registry import build_class
 from stackexp.errors import ConfigError
-from stackexp.files import read_json, write_atomically, write_json
+from stackexp.files import hash_values, read_json, write_atomically, write_json
 from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
 from stackexp.runs import RunFolder
 
@@ -61,7 +61,9 @@ def build_loggers(config: ExperimentConfig, run: RunFolder) -> list[Logger]:
 
 def _build_logger(entry: Any, config: ExperimentConfig, run: RunFolder) -> Logger:
     if entry not in LOGGERS:
-        return build_class("logging.loggers", entry, Logger)
+        logger = build_class("logging.loggers", entry, Logger)
+        logger.stackexp_entry = hash_values(entry)[:8]
+        return logger
     if entry == "tensorboard":
         return RunTensorBoard(run.path)
     if entry == "csv":
@@ -141,8 +143,8 @@ def find_sent_lines(logger: Logger, run: RunFolder) -> SentLines:
 
 
 def _get_sent_file(logger: Logger, run: RunFolder) -> Path:
-    """Return the file with the newest lines that a logger of the user has received."""
-    return run.path / f"logger.{type(logger).__name__}.json"
+    """Return the file with the newest lines that a logger of the user, an entry of the config, has received."""
+    return run.path / f"logger.{type(logger).__name__}-{getattr(logger, 'stackexp_entry', '')}.json"
 
 
 def _has_received(logger: Logger, step: int, tags: dict[str, float]) -> bool:

@@ -21,7 +21,7 @@ from stackexp.models.warm_start import WarmStart, prepare_warm_start
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import MANIFEST, RunFolder, format_resume_command
 from stackexp.terminal import set_up_log, wrap_text
-from stackexp.training.callbacks.data_record import check_sources
+from stackexp.training.callbacks.data_record import DataRecord, check_sources
 from stackexp.training.callbacks.downstream import load_tasks
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.checkpointing import Start, find_start
@@ -73,6 +73,8 @@ def train(
         loggers = build_loggers(config, start.folder)
         metrics_log = MetricsLog(start.folder, config, loggers, objective.list_score_tags)
         metric_callbacks = objective.build_metric_callbacks(start.folder)
+        if start.checkpoint and not start.sources and any(isinstance(x, DataRecord) for x in metric_callbacks):
+            raise RunError(f"{start.checkpoint}: has no record of its training data; start a new run")
         callbacks = build_callbacks(config, start, metrics_log, stop, metric_callbacks, tasks)
         trainer = build_trainer(config, processes, callbacks, loggers)
         session = Session(start.folder, processes, data, module, trainer, metrics_log, started_at)

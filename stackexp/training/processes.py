@@ -115,6 +115,7 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
     timeouts = trainer.collective_timeout_seconds, trainer.startup_timeout_seconds
     watchdog = Watchdog(rank, size, *timeouts, lambda: _wait_for(children, FROZEN_SECONDS))
     watchdog.start()
+    _set_group_timeout(timedelta(days=30))  # from now on, the watchdog ends hanging processes, unless one is paused
     try:
         try:
             yield Processes(rank, size, environment, watchdog)
@@ -133,6 +134,14 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
     finally:
         watchdog.stop()
         _wait_for(children)
+
+
+def _set_group_timeout(timeout: timedelta) -> None:
+    """Set the timeout of later collectives."""
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout)
+    else:  # torch < 2.14
+        dist.distributed_c10d._set_pg_timeout(timeout)
 
 
 def _disconnect(watchdog: Watchdog) -> None:
@@ -230,18 +239,16 @@ def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_typ
         torch.cuda.set_device(local)
         # Otherwise torch aborts the process at an NCCL error, before our watchdog names the cause. torchrun sets 1.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    startup, collective = (
-        timedelta(seconds=seconds) for seconds in (trainer.startup_timeout_seconds, trainer.collective_timeout_seconds)
-    )
+    startup, collective = trainer.startup_timeout_seconds, trainer.collective_timeout_seconds
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=startup))
-        store.set_timeout(collective)
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=startup)))
+        store.set_timeout(timedelta(seconds=collective))
         dist.init_process_group(
             "nccl" if device_type == "cuda" else "gloo",
             store=store,
             rank=rank,
             world_size=size,
-            timeout=timedelta(days=30),  # the watchdog ends hanging processes, unless one of them is paused
+            timeout=timedelta(seconds=startup + collective),
             device_id=torch.device("cuda", local) if device_type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError) as error:

@@ -101,7 +101,8 @@ class Copy(Verb):
         from stackexp.runs import RunFolder
         from stackexp.sweeps.trials import has_failed
 
-        sources = {folder.path.resolve(): (folder, root) for root in args.runs for folder in find_runs([root])}
+        roots = sorted(args.runs, key=lambda root: -len(root.resolve().parts))  # of two, the outer one counts
+        sources = {folder.path.resolve(): (folder, root) for root in roots for folder in find_runs([root])}
         ended = [(run, root) for run, root in sources.values() if run.is_finished or has_failed(run)]
         if not ended:
             args.parser.error(f"{', '.join(map(str, args.runs))}: no finished runs; give folders with a result.json")

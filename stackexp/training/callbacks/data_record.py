@@ -49,9 +49,7 @@ class DataRecord(StepCallback):
         self._steps: list[tuple[np.ndarray, np.ndarray]] = []  # those of steps not yet in the hash, [N / ranks]
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        if not (saved := checkpoint.get(KEY)):
-            raise RunError("the checkpoint has no record of its training data; start a new run")
-        self._hash, self._counts = saved["hash"], saved["sequences"]
+        self._hash, self._counts = checkpoint[KEY]["hash"], checkpoint[KEY]["sequences"]
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
