@@ -22,7 +22,7 @@ from stackexp.benchmarking import alternate, build_parser, choose_clock, measure
 from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.models.memories import Memory
-from stackexp.models.transformer import Cache
+from stackexp.models.transformer import Cache, Transformer
 from stackexp.tables import format_table
 
 IMPLEMENTATIONS = ("reference", "eager", "numba")
@@ -34,28 +34,31 @@ Row = tuple[str, str]
 BASE: Row = ("transformer", "")
 
 
+def take_memories(model: Transformer) -> list[tuple[Memory | None, Memory | None]]:
+    """Return the memories of each layer: after attention with site each_sublayer, and the other."""
+    return [(layer.attention_memory, layer.memory) for layer in model.layers]
+
+
 class Bench:
     """A Transformer, the memories to attach to it, and the passes to time."""
 
     def __init__(self, memories: list[str], overrides: list[str]):
-        config = compose(["quickstart"], [*SIZES, *overrides])
+        of_model = [text for text in overrides if not text.lstrip("-").startswith("model.memory.")]
+        config = compose(["quickstart"], [*SIZES, *of_model, "model.memory=null"])
         torch.manual_seed(0)
         self.model = registry.build("model", config.model)
-        layers = range(config.model.num_layers)
-        self.memories: dict[str, list[Memory | None]] = {BASE[0]: [None for _ in layers]}
+        self.memories = {BASE[0]: take_memories(self.model)}
         for name in memories:
             model = compose(["quickstart"], [*SIZES, f"model.memory={name}", *overrides]).model
-            self.memories[name] = [registry.build("memory", model.memory, model=model, layer=i) for i in layers]
-            for memory in self.memories[name]:
-                memory.init_weights()
+            self.memories[name] = take_memories(registry.build("model", model))
         tokens = config.data.context_length
         self.tokens = torch.randint(config.model.vocab_size, (1, tokens))
         self.hidden = torch.randn(1, tokens, config.model.hidden_size)  # [1, T, d]
 
     def prepare(self, name: str, which: str) -> Callable[[], None]:
         """Return a pass of the model with the memories `name`; what must not be timed is done already."""
-        for layer, memory in zip(self.model.layers, self.memories[name], strict=True):
-            layer.memory = memory
+        for layer, memories in zip(self.model.layers, self.memories[name], strict=True):
+            layer.attention_memory, layer.memory = memories
         self.model.train(which == "train")
         if which == "train":
             return self._train
@@ -74,7 +77,8 @@ class Bench:
 
     def run_memories(self, name: str, which: str) -> None:
         """Run the memories of all layers without the model; for `train` forward and backward."""
-        memories, hidden = self.memories[name], self.hidden[:, :1] if which == "decode" else self.hidden
+        memories = [memory for layer in self.memories[name] for memory in layer if memory is not None]
+        hidden = self.hidden[:, :1] if which == "decode" else self.hidden
         with torch.set_grad_enabled(which == "train"):
             hidden = hidden.clone().requires_grad_(which == "train")
             state, entropy = memories[0].empty_state(hidden), 0.0

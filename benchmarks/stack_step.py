@@ -152,6 +152,8 @@ def main() -> None:
     memory = config.model.memory
     if getattr(memory, "kind", None) != "stack" or memory.axis != "depth":
         parser.error("requires a stack over the depth; set model.memory=stacktrans")
+    if memory.empty_slot:
+        parser.error("does not measure the kernels' empty slot; set model.memory.empty_slot=false")
     rows = list(measure(config, args.rounds, choose_device(), args.implementations))
     print(format_rows(rows))
     write_record(args.out, rows, configs=[args.config], overrides=overrides)

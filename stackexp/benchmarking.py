@@ -24,7 +24,7 @@ from stackexp.config.compose import compose
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.generation import Decoder
 from stackexp.models.transformer import Cache
-from stackexp.modules.base import compile_model
+from stackexp.modules.base import TRUE_PRECISIONS, compile_model
 from stackexp.runs import describe_environment
 from stackexp.training.callbacks.steps import get_peak_flops
 
@@ -175,10 +175,14 @@ class BenchmarkedModel:
         before = torch.cuda.memory_allocated()
         with device:
             self.model = registry.build("model", self.config.model)
+        trainer = self.config.trainer
+        self.model.to(TRUE_PRECISIONS.get(trainer.precision, torch.float32))
+        self.model.checkpoint_blocks = trainer.recompute_mode
         is_compiled = compile_model(self.model, self.config.trainer.compile, device.type, has_fixed_lengths=True)
         self.optimizer = registry.build("optimizer", self.config.optimizer, self.model)
         self.criterion = NextTokenLoss.from_config(self.config.trainer, is_compiled)
-        self._autocast = torch.autocast(device.type, torch.bfloat16, enabled="bf16" in self.config.trainer.precision)
+        self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=trainer.precision == "bf16-mixed")
+        self.dtype = torch.bfloat16 if trainer.precision == "bf16-mixed" else self.model.embedding.weight.dtype
         shape = (self.config.data.micro_batch_size, self.config.data.context_length)
         self.tokens = torch.randint(self.config.model.vocab_size, shape, device=device)
         self.train()  # allocates gradients and the optimizer's state
@@ -220,7 +224,7 @@ class BenchmarkedModel:
         if not config.tie_embeddings:
             weights -= self.model.embedding.weight.numel()  # a lookup reads one row
         keys = self.tokens.numel() * config.num_layers * config.num_kv_heads * config.hidden_size // config.num_heads
-        return (weights + 2 * keys) * (2 if "bf16" in self.config.trainer.precision else 4)
+        return (weights + 2 * keys) * self.dtype.itemsize
 
     def measure(self) -> dict[str, float]:
         """Return the seconds of each pass, and on CUDA the peak bytes of a training step of this model alone."""
@@ -242,8 +246,7 @@ def measure_efficiency(
     for memory in memories:
         cases += [(memory, "auto"), *[(memory, "reference")] * (memory in ALSO_BY_REFERENCE)]
     base = BenchmarkedModel(TRANSFORMER, configs, overrides, device)
-    dtype = torch.bfloat16 if "bf16" in base.config.trainer.precision else torch.float32
-    flops, bandwidth = measure_peak_flops(device, dtype), measure_bandwidth(device)
+    flops, bandwidth = measure_peak_flops(device, base.dtype), measure_bandwidth(device)
     for name, implementation in cases:
         row: dict[str, Any] = {"model": name, "implementation": implementation}
         try:

@@ -90,6 +90,7 @@ def test_depth_compares_implementations_with_the_transformer(run_benchmark, tmp_
     base, *rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     expected = [(memory, name) for memory in ("stacktrans", "full_dim") for name in ("eager", "numba")]
     assert [(row["memory"], row["implementation"]) for row in rows] == expected
+    run_benchmark("depth.py", *sizes[:3], *small, "model.memory.site=each_sublayer", "--implementations", "numba")
     for which in ("train", "prefill", "decode"):
         assert base[f"{which}_ratio"] == 1
         assert all(row[f"{which}_ratio"] == row[which] / base[which] and row[f"{which}_added"] > 1 for row in rows)
@@ -182,6 +183,19 @@ def test_decoding_reads_weights_keys_and_values_once():
         subject = benchmarking.BenchmarkedModel("single_head", ["quickstart"], [*SMALL, *options], torch.device("cpu"))
         keys_and_values = 2 * 2 * 8 * 3 * 2 * 4  # batch, tokens, layers, heads, head size
         assert subject.count_decode_bytes() == 4 * (subject.model.num_parameters() - unread + keys_and_values)
+
+
+def test_precision_and_recomputation_are_those_of_the_config():
+    options = [*SMALL, "trainer.activation_checkpointing=true"]
+    for precision, weights, dtype in (
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+        ("64-true", torch.float64, torch.float64),
+        ("bf16-mixed", torch.float32, torch.bfloat16),
+    ):
+        overrides = [*options, f"trainer.precision={precision}"]
+        subject = benchmarking.BenchmarkedModel("stacktrans", ["quickstart"], overrides, torch.device("cpu"))
+        assert (subject.model.embedding.weight.dtype, subject.dtype) == (weights, dtype)
+        assert subject.model.checkpoint_blocks is True
 
 
 def test_a_case_runs_with_its_own_implementation(monkeypatch):

@@ -213,6 +213,19 @@ def test_environment_variables_in_paths_are_stored_unresolved(tmp_path, monkeypa
         load_config(tmp_path / "config.yaml")
 
 
+@pytest.mark.parametrize("key", ["logging.loggers", "trainer.callbacks"])
+def test_secrets_of_loggers_and_callbacks_are_stored_unresolved(tmp_path, monkeypatch, key):
+    monkeypatch.setenv("API_KEY", "hunter2")
+    entry = "{class: 'json:JSONEncoder', options: {key: '${oc.env:API_KEY}', n: 3}}"
+    config = compose(["quickstart"], [f"{key}=[{entry}]"])
+    section, name = key.split(".")
+    assert getattr(getattr(config, section), name)[0]["options"] == {"key": "hunter2", "n": 3}
+    text = to_yaml(config)
+    assert "hunter2" not in f"{text}{to_dict(config)}"
+    (tmp_path / "config.yaml").write_text(text)
+    assert load_config(tmp_path / "config.yaml") == config
+
+
 def test_text_is_kept_as_written(tmp_path):
     overrides = ["logging.root=2025_07", "trainer.max_time=10:00:00:00", "data.kind=shards", "data.path=1e3"]
     for name in ("0123", "no", "1.10", "1e3"):

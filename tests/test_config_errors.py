@@ -117,6 +117,11 @@ MISTAKES = {
         ([PUSH_ONLY, "model.memory.action_bias=1"], "push_only, which always pushes; use null"),
         ([PUSH_ONLY, "model.memory.feedback=true"], "memory.feedback: not supported by discipline: push_only"),
         ("model.mup_base_size=64", "model.mup_base_size: requires init: fan_in and a value of embedding_std"),
+        (
+            ["model.mup_base_size=64", "model.embedding_std=1", "model.memory=authors_code"],
+            "model.memory.init_std: not supported with model.mup_base_size; use null",
+        ),
+        ("model.init_std=0.5", "model.init_std: has no effect with init: fan_in; use init: normal"),
     ],
     "ablation/queue": [
         (["data.streams.a.path=x"], "data.path: give one source (data.path, data.remote) or data.streams, not both"),

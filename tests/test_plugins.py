@@ -97,6 +97,27 @@ def test_broken_plugin_is_a_one_line_error(code, message):
     assert message in compose_error([BASE, write("x.yaml", "seed: 1\nplugins:\n  - bad.py\n")])
 
 
+@pytest.mark.parametrize(("imported", "order"), [("mine_a", ["mine_a", "user_a"]), ("mine_b", ["user_b", "mine_b"])])
+def test_a_plugin_may_import_another(monkeypatch, tmp_path, imported, order):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (user,) = set(order) - {imported}
+    write(f"{imported}.py", PLUGIN.format(kind=imported))
+    write(f"{user}.py", f"from {imported} import Config as Imported\n" + PLUGIN.format(kind=user))
+    listed = ", ".join(f"{name}.py" for name in order)
+    config = compose([BASE, write("x.yaml", f"plugins: [{listed}]\nmodel: {{memory: {{kind: {user}}}}}\n")])
+    assert config.model.memory.kind == user
+    assert imported in registry.list_kinds("memory")
+
+
+def test_another_class_for_a_kind_of_ours_is_refused():
+    code = "from stackexp.config.memory import StackMemoryConfig\nfrom stackexp.config.registry import register\n"
+    code += '@register("memory", "stack", config=StackMemoryConfig)\nclass Mine: ...\n'
+    write("mine.py", code)
+    error = compose_error([BASE, write("x.yaml", "seed: 1\nplugins:\n  - mine.py\n")])
+    assert "memory kind 'stack' is already registered by stackexp." in error
+    assert "choose another kind" in error
+
+
 def test_a_folder_without_python_files_is_no_plugin(monkeypatch):
     Path("notes").mkdir()
     monkeypatch.syspath_prepend(".")
@@ -158,7 +179,7 @@ class Decay:
 class Config:
     kind: str = "nested"
     decay: Decay = field(default_factory=Decay)
-    sizes: list[int] = field(default_factory=lambda: [1, 2])
+    sizes: list[int] = option([1, 2], min=1)
     extra: Any = None
     maybe: int | None = None
 
@@ -177,6 +198,7 @@ def test_plugin_options_can_be_nested():
     Path("config.yaml").write_text(to_yaml(config))
     assert load_config("config.yaml") == config
     for override, message in {
+        "sizes=[3, 0]": "sizes: expected a list of integers >= 1, found [3, 0]",
         "decay.rate=0": "decay.rate: expected a number > 0, found 0.0",
         "decay.rat=0": "did you mean 'model.memory.decay.rate'?",
         "sizes=[x]": "sizes: expected a list",

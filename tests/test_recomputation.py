@@ -9,6 +9,7 @@ from small_models import STACKS, VARIANTS, make_model, make_tokens
 
 from stackexp import stack
 from stackexp.config.compose import compose
+from stackexp.errors import RunError
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.recomputation import run_recomputed
 from stackexp.models.transformer import Transformer
@@ -47,6 +48,17 @@ def test_selective_runs_the_kernels_in_both_passes():
 
     run_recomputed(layer, torch.ones(2, 3, requires_grad=True), selective=True).sum().backward()
     assert chosen == ["stackexp.stack.numba.time_scan"] * 2
+
+
+@pytest.mark.parametrize("change", [lambda x: torch.nn.functional.silu(x, inplace=True), lambda x: x.add_(1)])
+def test_selective_refuses_changes_of_what_it_saves(change):
+    """The backward pass would use the changed values: torch does not see that a product shares its reshaped result."""
+    inner, outer = torch.nn.Linear(4, 3, bias=False), torch.nn.Linear(3, 4, bias=False)
+    h = torch.ones(2, 3, 4, requires_grad=True)
+    with pytest.raises(RunError, match=r"trainer\.recompute: selective: .* changes the output of a matrix product"):
+        run_recomputed(lambda h: outer(change(inner(h))), h, selective=True)
+    run_recomputed(lambda h: outer(change(2 * inner(h))), h, selective=True).sum().backward()
+    assert torch.isfinite(h.grad).all()
 
 
 def count_backward_calls(recompute: bool | str) -> Counter:

@@ -28,7 +28,7 @@ from stackexp.config.fields import (
     validate,
     wrong_value_error,
 )
-from stackexp.config.layers import Layers, find_config, find_origin, list_sections
+from stackexp.config.layers import CLASS_LISTS, Layers, find_config, find_origin, list_sections
 from stackexp.config.registry import SECTIONS, get_entry, import_plugin, list_kinds
 from stackexp.config.yaml_files import Leaf, Tree, iterate_leaves
 from stackexp.errors import find_closest, suggest_name
@@ -101,7 +101,7 @@ def to_dict(config: ExperimentConfig) -> dict[str, Any]:
     return values
 
 
-def _replace(values: dict[str, Any], key: str, text: str) -> None:
+def _replace(values: dict[str, Any], key: str, text: Any) -> None:
     """Replace a value in nested dicts, whose names may contain dots, too."""
     for name, value in values.items():
         if name == key:
@@ -318,12 +318,18 @@ def _find_interpolated_keys(root: DictConfig) -> set[str]:
     return {key for text in texts if isinstance(text, str) for key in _find_names(text)}
 
 
-def _find_environment_texts(root: DictConfig) -> dict[str, str]:
+def _find_environment_texts(root: DictConfig) -> dict[str, Any]:
     """Return the unresolved text of paths, URLs and names that contain `${oc.env:NAME}`, by key.
 
-    Options that affect training are excluded, because a run folder must contain their values.
+    Options that affect training are excluded, because a run folder must contain their values. A list of callbacks or
+    loggers, whose options may be secrets, is returned as a whole.
     """
-    found = {}
+    found: dict[str, Any] = {}
+    for section, name in CLASS_LISTS:
+        entries = root[section]._get_node(name)
+        if isinstance(entries, ListConfig):
+            unresolved = OmegaConf.to_container(entries, resolve=False)
+            found |= {f"{section}.{name}": unresolved} if "${oc.env:" in repr(unresolved) else {}
     for key, node, name in _iterate_slots(root):
         cls, text = OmegaConf.get_type(node), node._get_node(name)._value()
         if isinstance(text, str) and "${oc.env:" in text and isinstance(node[name], str):

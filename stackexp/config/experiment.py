@@ -184,7 +184,7 @@ class ExperimentConfig:
     keys on which other options depend.
     """
 
-    environment_texts: ClassVar[dict[str, str]] = {}
+    environment_texts: ClassVar[dict[str, Any]] = {}
     interpolated_keys: ClassVar[set[str]] = set()
     name: str = option("unnamed", affects="logging")
     """Name of the experiment and of the folder of its runs; slashes make subfolders."""

@@ -160,6 +160,9 @@ def _iterate_sections(section: Any, path: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _is_valid(value: Any, metadata: Mapping[str, Any]) -> bool:
+    if isinstance(value, list | dict):
+        items = value.values() if isinstance(value, dict) else value
+        return all(_is_valid(item, metadata) for item in items if isinstance(item, int | float))
     if "choices" in metadata:
         return value is None or value in metadata["choices"]
     if not isinstance(value, int | float):

@@ -111,8 +111,7 @@ class TransformerConfig:
             head_size = self.hidden_size // self.num_heads
             yield "num_heads", f"RoPE requires an even head size, but hidden_size / num_heads = {head_size}"
         yield from self._find_rope_errors()
-        if self.mup_base_size is not None and (self.init != "fan_in" or self.embedding_std is None):
-            yield "mup_base_size", "requires init: fan_in and a value of embedding_std, the same for all widths"
+        yield from self._find_init_errors()
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
         if self.positional == "alibi" and self.attention in FLASH_KERNELS:
@@ -125,6 +124,17 @@ class TransformerConfig:
             yield "hidden_size", f"positional: sinusoidal requires an even hidden_size, found {self.hidden_size}"
         if self.tie_embeddings and self.output_vocab_size not in (None, self.vocab_size):
             yield "tie_embeddings", "an output_vocab_size other than vocab_size requires tie_embeddings: false"
+
+    def _find_init_errors(self) -> Errors:
+        if self.init == "fan_in" and self.init_std != 0.02:
+            yield "init_std", "has no effect with init: fan_in; use init: normal"
+        if self.mup_base_size is None:
+            return
+        if self.init != "fan_in" or self.embedding_std is None:
+            yield "mup_base_size", "requires init: fan_in and a value of embedding_std, the same for all widths"
+        for name, value in {"init_std": None, "action_scale": "none"}.items():  # of the same size at any width
+            if getattr(self.memory, name, value) != value:
+                yield f"memory.{name}", f"not supported with model.mup_base_size; use {value or 'null'}"
 
     def _find_rope_errors(self) -> Errors:
         if self.rope_scaling == "none" and self.rope_factor != 8:

@@ -68,16 +68,17 @@ def register(group: str, kind: str, *, builds: str | None = None, config: type |
         if not is_dataclass(entry.config) or getattr(entry.config, "kind", None) != kind:
             raise ValueError(f'{entry.config.__name__} must be a dataclass with the field `kind: str = "{kind}"`')
         known = _entries.get((group, kind))
-        if known and _identify(known.config) != _identify(entry.config):
-            raise ValueError(f"{group} kind {kind!r} is already registered by {known.config.__module__}")
+        if known and [*map(_identify, known)] != [*map(_identify, entry)]:
+            owner = known.builds if isinstance(known.builds, str) else known.builds.__module__
+            raise ValueError(f"{group} kind {kind!r} is already registered by {owner}; choose another kind")
         _entries[group, kind] = entry
         return decorated
 
     return decorate
 
 
-def _identify(cls: type) -> tuple[str, str]:
-    return cls.__module__, cls.__qualname__
+def _identify(part: Any) -> Any:
+    return part if isinstance(part, str) else (part.__module__, part.__qualname__)
 
 
 def list_kinds(group: str) -> list[str]:
@@ -192,16 +193,31 @@ def build_class(key: str, entry: Any, base: type) -> Any:
 
 
 def _import_file(path: Path) -> types.ModuleType:
-    """Import a Python file once per process."""
+    """Import a Python file once per process, also if another plugin imports it by its name."""
     module_name = f"stackexp_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if module_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(module_name, path)
         if spec is None:
             raise ImportError("not a Python file; its name must end in .py")
-        sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
+        module = importlib.util.module_from_spec(spec)
+        names = [module_name, *([path.stem] if _find_module(path.stem) == path else [])]
+        if path.stem in names and path.stem in sys.modules:
+            sys.modules[module_name] = sys.modules[path.stem]
+            return sys.modules[module_name]
+        sys.modules |= dict.fromkeys(names, module)
         try:
             spec.loader.exec_module(module)
         except BaseException:
-            del sys.modules[module_name]
+            for name in names:
+                del sys.modules[name]
             raise
     return sys.modules[module_name]
+
+
+def _find_module(name: str) -> Path | None:
+    """Return the file that `import name` would load, or has loaded."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin).resolve() if spec and spec.origin else None

@@ -1,11 +1,18 @@
 """Activation checkpointing: the backward pass recomputes activations that the forward pass did not save."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from stackexp.errors import RunError
 
 Recompute = bool | Literal["selective"]
 
@@ -30,10 +37,38 @@ def run_recomputed(layer: Callable, *args: Any, selective: bool, preserve_rng: b
         selective: Save the outputs of matrix products and attention, and recompute the rest. Do not use it for layers
             with a Python loop over tokens: its dispatch mode adds time to each operator of the loop.
         preserve_rng: Restore the random state before recomputing, for layers that use random numbers.
+
+    Raises:
+        RunError: With `selective`, the layer changes a saved output in place.
     """
-    contexts = functools.partial(create_selective_checkpoint_contexts, _choose_policy)
-    options = {"context_fn": contexts} if selective else {}
+    options = {"context_fn": _build_contexts} if selective else {}
     return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **options)
+
+
+class _Guard(_CachingTorchDispatchMode):
+    """Raises RunError if a saved output is changed in place, because the backward pass would use the changed values.
+
+    Torch notices this only for tensors that share a version counter. A matrix product of [B, T, d] and its reshaped
+    result share only their storage.
+    """
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        saved: set[int] = self.__dict__.setdefault("saved_storages", set())
+        if operator._schema.is_mutable and args[0].untyped_storage()._cdata in saved:
+            raise RunError(
+                f"trainer.recompute: selective: {operator} changes the output of a matrix product in place; use an "
+                "operation that returns a new tensor"
+            )
+        outputs = super().__torch_dispatch__(operator, types, args, kwargs)
+        if _choose_policy(None, operator) == CheckpointPolicy.MUST_SAVE:
+            saved.update(x.untyped_storage()._cdata for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))
+        return outputs
+
+
+def _build_contexts() -> tuple[Any, Any]:
+    forward, backward = create_selective_checkpoint_contexts(_choose_policy)
+    forward.__class__ = _Guard  # torch has no argument for the class
+    return forward, backward
 
 
 def _choose_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
