@@ -53,6 +53,27 @@ def test_first_process_that_dies_during_startup_ends_the_others(program, tiny):
 
 
 @pytest.mark.process
+def test_a_node_that_is_lost_while_it_connects_ends_the_other(program, tiny, tmp_path):
+    path = tmp_path / "lost.py"
+    path.write_text(
+        "import os, torch.distributed as dist\n"
+        "connect, is_lost = dist.init_process_group, os.environ['NODE_RANK'] == '1'\n"
+        "dist.init_process_group = lambda *a, **k: os._exit(3) if is_lost else connect(*a, **k)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    options = [f"plugins=[{path}]", "trainer.num_nodes=2", "trainer.devices=1", "trainer.accelerator=cpu"]
+    options += ["trainer.startup_timeout_seconds=10", "trainer.collective_timeout_seconds=5"]
+    nodes = []
+    for rank in (0, 1):
+        program.environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(rank)}
+        nodes.append(program.start("fit", "--config", tiny, *options))
+    read_to_end(nodes[1], 60, expect=3)
+    _, line = read_to_end(nodes[0], 60, expect=1)
+    assert "cannot connect to the other 1 processes" in line
+
+
+@pytest.mark.process
 def test_busy_port_ends_all_processes(program, tiny):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
