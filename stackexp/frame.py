@@ -27,8 +27,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stackexp.config.affects import changes_scores
+from stackexp.config.affects import changes_scores, find_changed_keys
 from stackexp.config.layers import read_overrides
+from stackexp.config.yaml_files import read_options
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import open_regular, read_hashed_json
 from stackexp.metric_tags import AVERAGE_LOSS, AVERAGED_STEPS, TRAIN_LOSS
@@ -237,7 +238,7 @@ def _read_metrics(folder: RunFolder, row: Row) -> Row:
 
     Only lines with these values are parsed. Other lines are only checked to be complete.
     """
-    last, best = b"", math.inf
+    last, best, changed_at = b"", math.inf, _find_changed_evaluation(folder, row)
     recent: deque[bytes] = deque(maxlen=AVERAGED_STEPS)
     training, validation = (f'"{tag}":'.encode() for tag in (TRAIN_LOSS, AVERAGE_LOSS))
     if not folder.metrics.exists():
@@ -250,8 +251,9 @@ def _read_metrics(folder: RunFolder, row: Row) -> Row:
             if training in line:
                 recent.append(line)
             if validation in line:
-                loss = _parse_metrics(folder.metrics, line).get(AVERAGE_LOSS)
-                best = best if loss is None else min(best, loss)
+                values = _parse_metrics(folder.metrics, line)
+                loss = values.get(AVERAGE_LOSS)
+                best = best if loss is None or values["step"] <= changed_at else min(best, loss)
             last = line
     if not last:
         return {}
@@ -260,6 +262,14 @@ def _read_metrics(folder: RunFolder, row: Row) -> Row:
     known = [loss for loss in losses if loss is not None]
     figures = {"step": end["step"], "tokens": end.get("tokens"), "best_loss": best if best < math.inf else None}
     return _drop_null(figures | {"train_loss": math.fsum(known) / len(known) if known else None})
+
+
+def _find_changed_evaluation(folder: RunFolder, row: Row) -> int:
+    """Return the step at which a resumed run has last changed its evaluation: earlier losses are on other data."""
+    earlier = {int(path.stem.rpartition("-")[2]): path for path in folder.path.glob("config.step-*[0-9].yaml")}
+    ours = get_options(row)
+    changed = [step for step, path in earlier.items() if find_changed_keys(ours, read_options(path), ["evaluation"])]
+    return max(changed, default=0)
 
 
 def _check_incomplete(path: Path, line: bytes) -> None:

@@ -127,6 +127,18 @@ def test_best_includes_the_final_evaluation_unless_others_are_of_samples(tmp_pat
     assert read_run(RunFolder(sample))["best_loss"] == 3.2
 
 
+def test_best_excludes_losses_before_a_resume_with_another_evaluation(tmp_path):
+    run = write_run(tmp_path / "a", "data.eval_sequences=8", losses=[5.0, 5.0, 5.0])
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, loss in ((1, 3.1), (2, 3.2), (3, 3.3)):
+            file.write(json.dumps({"step": step, "tokens": 1024 * step, "val/loss/average": loss}) + "\n")
+    earlier = (run / "config.yaml").read_text()
+    for changed, best in (("max_steps: 720", "max_steps: 700"), 3.1), (("eval_sequences: 8", "eval_sequences: 4"), 3.3):
+        assert earlier.count(changed[0]) == 1
+        (run / "config.step-2.yaml").write_text(earlier.replace(*changed))
+        assert read_run(RunFolder(run))["best_loss"] == best
+
+
 RECORDS = ("config.yaml", "metrics.jsonl", "result.json", "environment.json", "validate.json")
 CONTENTS = ("{", "[]\n", '{"step": "x"}\n', '{"sets": {"a": 3}}\n', "\0\n", "5\n", "")
 VALID = {("metrics.jsonl", "{"), ("metrics.jsonl", ""), ("environment.json", "[]\n")}  # cut off by a kill; no session
