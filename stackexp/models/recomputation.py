@@ -5,12 +5,7 @@ from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    _CachingTorchDispatchMode,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stackexp.errors import RunError
 
@@ -45,33 +40,30 @@ def run_recomputed(layer: Callable, *args: Any, selective: bool, preserve_rng: b
     return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **options)
 
 
-class _Guard(_CachingTorchDispatchMode):
-    """Raises RunError if a saved output is changed in place, because the backward pass would use the changed values.
+class _Policy:
+    """Saves the outputs of matrix products and attention. Raises RunError if one is changed in place afterwards.
 
-    Torch notices this only for tensors that share a version counter. A matrix product of [B, T, d] and its reshaped
-    result share only their storage.
+    The backward pass would use the changed values. Torch notices this only for tensors that share a version counter,
+    but a matrix product of [B, T, d] and its reshaped result share only their storage.
     """
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        saved: set[int] = self.__dict__.setdefault("saved_storages", set())
-        if operator._schema.is_mutable and args[0].untyped_storage()._cdata in saved:
+    def __init__(self) -> None:
+        self._saved: set[int] = set()  # the storages of the saved outputs, which live until the backward pass
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator in SAVED_OPERATORS or str(operator).startswith(SAVED_OPERATOR_PREFIXES):
+            # torch < 2.14 may not pass the output, and changes in place are then not noticed
+            outputs = [x for x in tree_leaves(getattr(context, "op_output", None)) if isinstance(x, torch.Tensor)]
+            self._saved.update(x.untyped_storage()._cdata for x in outputs)
+            return CheckpointPolicy.MUST_SAVE
+        is_mutable = isinstance(operator, torch._ops.OpOverload) and operator._schema.is_mutable
+        if is_mutable and args and args[0].untyped_storage()._cdata in self._saved:
             raise RunError(
                 f"trainer.recompute: selective: {operator} changes the output of a matrix product in place; use an "
                 "operation that returns a new tensor"
             )
-        outputs = super().__torch_dispatch__(operator, types, args, kwargs)
-        if _choose_policy(None, operator) == CheckpointPolicy.MUST_SAVE:
-            saved.update(x.untyped_storage()._cdata for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))
-        return outputs
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _build_contexts() -> tuple[Any, Any]:
-    forward, backward = create_selective_checkpoint_contexts(_choose_policy)
-    forward.__class__ = _Guard  # torch has no argument for the class
-    return forward, backward
-
-
-def _choose_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operator in SAVED_OPERATORS or str(operator).startswith(SAVED_OPERATOR_PREFIXES):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts(_Policy())
