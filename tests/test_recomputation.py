@@ -6,6 +6,7 @@ import pytest
 import torch
 from operators import OperatorRecord
 from small_models import STACKS, VARIANTS, make_model, make_tokens
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from stackexp import stack
 from stackexp.config.compose import compose
@@ -50,6 +51,9 @@ def test_selective_runs_the_kernels_in_both_passes():
     assert chosen == ["stackexp.stack.numba.time_scan"] * 2
 
 
+@pytest.mark.skipif(
+    not hasattr(SelectiveCheckpointContext(is_recompute=False), "op_output"), reason="this torch passes no output"
+)
 @pytest.mark.parametrize("change", [lambda x: torch.nn.functional.silu(x, inplace=True), lambda x: x.add_(1)])
 def test_selective_refuses_changes_of_what_it_saves(change):
     """The backward pass would use the changed values: torch does not see that a product shares its reshaped result."""

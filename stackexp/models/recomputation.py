@@ -34,7 +34,7 @@ def run_recomputed(layer: Callable, *args: Any, selective: bool, preserve_rng: b
         preserve_rng: Restore the random state before recomputing, for layers that use random numbers.
 
     Raises:
-        RunError: With `selective`, the layer changes a saved output in place.
+        RunError: With `selective`, the layer changes a saved output in place (noticed by torch >= 2.14).
     """
     options = {"context_fn": _build_contexts} if selective else {}
     return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **options)
