@@ -356,3 +356,10 @@ def test_verb_writes_the_requested_files(report, runs, tmp_path, invoke):
     assert float(line["score_41_200"]) == pytest.approx((60 * 0.95 + 100 * 0.8) / 160)
     started = next(line for line in lines if line["state"] == "unfinished")
     assert (started["score_41_500"], started["step"], started["trainer.max_steps"]) == ("", "0", "10000")
+
+
+def test_of_two_runs_of_a_seed_the_later_one_counts(tmp_path):
+    for name, day, score in (("z-first", "01", 0.6), ("a-second", "20", 0.9)):
+        run = finish(write_run(tmp_path / name, "LSTM", "parity_check"), beyond=score)
+        (run / "environment.json").write_text(json.dumps([{"started": f"2026-11-{day}T00:00:00+0000"}]))
+    assert read_row(format_formal(tmp_path), "parity_check")["LSTM"].startswith("0.90")

@@ -6,11 +6,13 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from stackexp.files import read_hashed_json, write_hashed_json, write_json_lines
+from stackexp.reports.pair_plan import _format_stage
 from stackexp.reports.verdict import compute_best_of, find_share_of_steps
 from stackexp.runs import RunFolder
 from stackexp.sequential import compute_deviation_interval, count_pairs
@@ -177,6 +179,18 @@ def test_a_verdict_that_was_moved_is_read_from_logging_root(question, invoke):
     assert invoke(*command, "--logging.root", copies) == printed
     assert invoke(*command, f"--logging.root={copies}", "--figure", copies / "verdict.png") == printed
     assert (copies / "verdict.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_that_a_needed_arm_shares_are_needed(tmp_path):
+    """The decided arm `copy` has the config of the baseline, so both have the same runs."""
+    trials = {}
+    for seed in range(3):
+        trial = SimpleNamespace(
+            name=f"run-{seed}", folder=SimpleNamespace(is_finished=False), failure=tmp_path / "none"
+        )
+        trials |= {("plain", 0, seed): trial, ("copy", 0, seed): trial}
+    text = _format_stage("pairs", SimpleNamespace(trials=trials), {"plain": 60.0, "copy": 60.0}, ["plain"])
+    assert text == "pairs   3 runs, 0 done; the rest takes about 3 min 0 s, one run after the other"
 
 
 def test_before_the_first_pair_no_csv_file_is_written(question, capture, tmp_path):
