@@ -265,7 +265,7 @@ def _read_metrics(folder: RunFolder, row: Row) -> Row:
 
 
 def _find_changed_evaluation(folder: RunFolder, row: Row) -> int:
-    """Return the step at which a resumed run has last changed its evaluation: earlier losses are on other data."""
+    """Return the step after which the evaluation has not changed; earlier losses may be on other data."""
     earlier = {int(path.stem.rpartition("-")[2]): path for path in folder.path.glob("config.step-*[0-9].yaml")}
     ours = get_options(row)
     changed = [step for step, path in earlier.items() if find_changed_keys(ours, read_options(path), ["evaluation"])]

@@ -180,7 +180,7 @@ def compute_power(
         ratio = np.sqrt(chdtri(degrees, (np.arange(QUANTILES) + 0.5) / QUANTILES) / degrees)
     shifts = ratio * effect * math.sqrt(pairs) / deviation
     missed = nctdtr(pairs - 1, shifts, _get_critical_t(pairs, pairs, level))
-    return float(np.mean(1 - np.nan_to_num(missed, nan=0.0)))  # NaN for a large shift, which no pairs miss
+    return float(np.mean(1 - np.nan_to_num(missed, nan=0.0)))  # NaN: so large that all find it
 
 
 def count_pairs(

@@ -95,7 +95,7 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _spell_end_of_text(tokenizer: Tokenizer, ids: list[int], end: int) -> list[int]:
-    """Replace end-of-text in the ids of a text by those of its name in two parts, which no vocabulary joins.
+    """Replace end-of-text in the ids of a text by the ids of its name, encoded in two parts.
 
     Unigram models and word lists have its name in their vocabulary, so a text with "</s>" would end a document there.
     """

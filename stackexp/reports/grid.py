@@ -230,7 +230,7 @@ def _list_axes(results: Sequence[TrialSummary]) -> list[list[Any]]:
 
 
 def _select_cells(results: Sequence[TrialSummary], center: Values) -> tuple[Values, dict[tuple, float]]:
-    """Return the other values of all cells, those of the center or the best cell, and the loss at each (H, d_s, S).
+    """Return the fixed values, of the center or else the best cell, and the loss at each (H, d_s, S).
 
     There may be no cell: a trial of a `list` need not set all of them.
     """

@@ -143,7 +143,7 @@ def find_sent_lines(logger: Logger, run: RunFolder) -> SentLines:
 
 
 def _get_sent_file(logger: Logger, run: RunFolder) -> Path:
-    """Return the file with the newest lines that a logger of the user, an entry of the config, has received."""
+    """Return the file with the newest lines that a logger of the user has received, one file for each entry."""
     return run.path / f"logger.{type(logger).__name__}-{getattr(logger, 'stackexp_entry', '')}.json"
 
 

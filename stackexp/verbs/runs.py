@@ -101,7 +101,7 @@ class Copy(Verb):
         from stackexp.runs import RunFolder
         from stackexp.sweeps.trials import has_failed
 
-        roots = sorted(args.runs, key=lambda root: -len(root.resolve().parts))  # of two, the outer one counts
+        roots = sorted(args.runs, key=lambda root: -len(root.resolve().parts))  # the last, outermost one counts
         sources = {folder.path.resolve(): (folder, root) for root in roots for folder in find_runs([root])}
         ended = [(run, root) for run, root in sources.values() if run.is_finished or has_failed(run)]
         if not ended:
