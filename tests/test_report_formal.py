@@ -4,9 +4,12 @@ import csv
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from formal_runs import ALL_LENGTHS, MODELS, NEAR_LENGTHS, finish, format_formal, read_row, write_run
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 
 from stackexp.config.affects import flatten_config
 from stackexp.config.compose import compose
@@ -14,7 +17,7 @@ from stackexp.config.data import get_model_label
 from stackexp.errors import RunError
 from stackexp.files import read_hashed_json, write_hashed_json
 from stackexp.reports import formal
-from stackexp.reports.formal import build_curve, build_formal
+from stackexp.reports.formal import COLORS, build_curve, build_formal, draw_curves
 from stackexp.reports.formal_runs import COLUMNS, TABLE_1, Results, collect_cells, get_printed_score, name_column
 from stackexp.reports.report import escape_latex, format_report
 from stackexp.tables import ABSENT
@@ -150,6 +153,19 @@ def test_other_families_follow_with_lengths_of_their_own(runs, tmp_path):
     only = format_formal(runs / "b")
     assert "Table 1" not in only
     assert "sweep run formal_table" not in only
+
+
+def test_curves_at_one_accuracy_are_all_visible(runs):
+    for model in ("LSTM", "StackRNN", "Transformer"):
+        finish(write_run(runs / model, model, "even_pairs"), beyond=1.0)
+    figure = draw_curves(collect_cells([runs], ALL_LENGTHS))
+    figure.set_dpi(300)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    box = figure.axes[0].get_window_extent()
+    pixels = np.asarray(canvas.buffer_rgba())[::-1, :, :3][int(box.y0) : int(box.y1)].reshape(-1, 3).tolist()
+    for model in ("LSTM", "StackRNN", "Transformer"):
+        assert pixels.count([round(255 * part) for part in to_rgb(COLORS[model])]) > 20, model
 
 
 def test_languages_with_an_entropy_are_scored_by_their_loss(runs):

@@ -69,6 +69,8 @@ COLORS = {
 """Distinct for color-blind readers (Okabe and Ito) and in gray; StackTrans stands out."""
 OTHER_COLORS = ("#0072b2", "#d55e00", "#cc79a7", "#7b5ea7", "#8a8a00", "#004d40", "#8b5a2b", "#9ad0c2")
 """Colors of columns that are not in COLORS, repeated if they are more."""
+DASH = 5.0
+"""Length of a dash, relative to the width of the line."""
 MAX_TASKS = 8
 """Most tasks in a row of the bars."""
 
@@ -378,18 +380,23 @@ def _draw_family(
 
 
 def draw_curves(results: Results) -> Any:
-    """Draw accuracy against length for each task with runs: median over seeds, and the range of the seeds."""
+    """Draw accuracy against length for each task with runs: median over seeds, and the range of the seeds.
+
+    Lines at the same accuracy have dashes of all their colors.
+    """
     tasks = list(dict.fromkeys(task for (task, _), cell in results.cells.items() if cell.runs))
     width = 5 if len(tasks) >= len(CHOMSKY_TASKS) else min(4, len(tasks))
     height, colors = math.ceil(len(tasks) / width), _choose_colors(results)
     figure, _ = new_figure(max(2.7 * width, 6.5), 2.1 * height + 1.1, height, width, sharey=True)
-    for (task, column), cell in results.cells.items():
-        if cell.runs:
-            axes, color = figure.axes[tasks.index(task)], colors[column]
-            lengths, low, median, high = build_curve(cell)
-            axes.fill_between(lengths, low, high, color=color, alpha=0.2, linewidth=0)
-            axes.plot(lengths, median, color=color, linewidth=1.3, zorder=3 if column == "StackTrans" else 2)
     for axes, task in zip(figure.axes, tasks, strict=False):
+        shown = {c: cell for (other, c), cell in results.cells.items() if other == task and cell.runs}
+        for i, (column, cell) in enumerate(shown.items()):
+            lengths, low, median, high = build_curve(cell)
+            axes.fill_between(lengths, low, high, color=colors[column], alpha=0.2, linewidth=0)
+            style = {"color": colors[column], "linewidth": 1.3}
+            axes.plot(lengths, median, **style)
+            if len(shown) > 1:
+                axes.plot(lengths, median, **style, zorder=3, linestyle=(-DASH * i, (DASH, DASH * (len(shown) - 1))))
         longest = max(run.row["data.max_length"] for run in results.runs if run.task == task)
         axes.axhline(results.guess_accuracy(task), color="black", linestyle=":", linewidth=0.9)
         axes.axvspan(0, longest, color="black", alpha=0.07, linewidth=0)
