@@ -77,6 +77,7 @@ def test_callbacks_measure_then_request_then_log_then_save(tmp_path):
         ("StochasticWeightAveraging", "{swa_lrs: 0.001}", ", and set trainer.ema_decay"),
         ("EMAWeightAveraging", "{}", ", and set trainer.ema_decay"),
         ("ModelPruning", "{pruning_fn: l1_unstructured}", ""),
+        ("BackboneFinetuning", "{}", ""),
     ],
 )
 def test_callbacks_that_change_weights_steps_or_checkpoints_are_refused(tmp_path, name, options, advice):

@@ -167,7 +167,7 @@ def test_token_scan_memory_is_extrapolated_from_short_scans(axis, monkeypatch):
     whole = memory_use.measure_pass(config, is_training=True, layers=3, batch=2, length=64)
     monkeypatch.setattr(memory_use, "_pass_cache", {})
     counted = memory_use.measure_peak(config, is_training=True)
-    assert {key.rsplit(" ", 1)[1] for key in memory_use._pass_cache} == {"4", "8"} | (
+    assert {key.split()[-2] for key in memory_use._pass_cache} == {"4", "8"} | (
         {"16"} if axis == "token_major" else set()
     )
     assert counted.total() == pytest.approx(whole.total(), rel=0.01)
@@ -199,8 +199,28 @@ def test_no_reshard_after_forward_keeps_blocks_gathered():
         make_plan(small(*sharded, f"trainer.reshard_after_forward={r}")).training for r in ("true", "false")
     )
     model = cost.build_meta_model(small(*sharded))
-    block = sum(p.numel() for p in model.layers[0].parameters())
+    memory = sum(p.numel() for p in model.layers[0].memory.parameters())
+    block = sum(p.numel() for p in model.layers[0].parameters()) - memory
     assert kept.gathered - resharded.gathered == 7 * 2 * block
+    root = model.num_parameters() - 8 * (block + memory)
+    assert make_plan(small(*sharded)).validation.gathered >= 4 * (root + 8 * memory) + 2 * 2 * block, "in float32"
+
+
+def test_ddp_on_one_device_has_buckets_too():
+    assert make_plan(small()).training.gathered == 0
+    config = small("trainer.strategy=ddp")
+    assert make_plan(config).training.gathered == 4 * cost.build_meta_model(config).num_parameters()
+
+
+def test_the_mask_of_documents_is_counted():
+    """At least the mask of each sequence, in float32; kernels other than sdpa need none."""
+    base, options = "model.memory=null", "data.document_mask=true"
+    plain, masked, flex = (
+        make_plan(small(base, *more)).training.activations
+        for more in ((), (options,), (options, "model.attention=flex", "trainer.accelerator=cuda"))
+    )
+    assert masked - plain >= 2 * 64 * 64 * 4
+    assert flex == plain
 
 
 def test_validation_memory_requires_validation_sets(tmp_path):

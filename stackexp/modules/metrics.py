@@ -177,10 +177,18 @@ def probe_memories(model: nn.Module, tokens: Tensor) -> list[Stats]:
 
 
 def read_first_rows(datamodule: Any, dataset: Any) -> Tensor:
-    """Return the first PROBED_ROWS rows of a set [N, T], the same for every batch size and on every rank."""
+    """Return the first PROBED_ROWS rows of a set [N, T], the same for every batch size and on every rank.
+
+    An incomplete last chunk is left out, or cut at its end if it is the only one; so are strings of other lengths than
+    the first.
+    """
     rows: list[Tensor] = []
     for batch in datamodule.build_eval_loader(dataset, rank=0, world_size=1):
-        rows += batch["tokens"][batch["index"] >= 0]
+        is_real = batch["index"] >= 0
+        if isinstance(lengths := batch.get("length"), Tensor):  # of text; strings of a language have no padding
+            rows += [row[:n] for row, n in zip(batch["tokens"][is_real], lengths[is_real].tolist(), strict=True)]
+        else:
+            rows += batch["tokens"][is_real]
         if len(rows) >= PROBED_ROWS:
             break
-    return torch.stack(rows[:PROBED_ROWS])
+    return torch.stack([row for row in rows[:PROBED_ROWS] if len(row) == len(rows[0])])

@@ -95,10 +95,16 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def track_pass(
-    model: Transformer, shape: tuple[int, int], autocast: bool, criterion: NextTokenLoss, is_training: bool = True
+    model: Transformer,
+    shape: tuple[int, int],
+    autocast: bool,
+    criterion: NextTokenLoss,
+    is_training: bool = True,
+    has_document_mask: bool = False,
 ) -> Counter[str]:
     """Return the peak bytes by kind of a pass over tokens of this shape [B, T], with or without gradients.
 
+    `has_document_mask` trains with the dense mask [B, 1, T, T] that sdpa needs to separate documents.
     The model is on the meta device. Gradients of weights are freed at once, because `MemoryUse` has its own entry for
     them.
     """
@@ -108,7 +114,8 @@ def track_pass(
             tokens = torch.zeros(shape, dtype=torch.int64)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 if is_training:
-                    loss = compute_loss(model.train(), tokens, criterion)
+                    documents = torch.zeros_like(tokens) if has_document_mask else None
+                    loss = compute_loss(model.train(), tokens, criterion, documents)
                 else:
                     output = model.eval()(tokens, return_hidden=criterion.needs_hidden)
                     criterion.compute_token_losses(model, output, tokens)
@@ -117,9 +124,11 @@ def track_pass(
     return tracker.peak
 
 
-def compute_loss(model: Transformer, tokens: Tensor, criterion: NextTokenLoss) -> Tensor:
+def compute_loss(
+    model: Transformer, tokens: Tensor, criterion: NextTokenLoss, documents: Tensor | None = None
+) -> Tensor:
     """Return the training loss like LanguageModeling.training_step, with the same lifetimes of tensors."""
-    output = model(tokens, return_hidden=criterion.needs_hidden)
+    output = model(tokens, documents=documents, return_hidden=criterion.needs_hidden)
     loss = criterion(model, output, tokens).total
     return loss + model.entropy_weight * output.entropy if model.entropy_weight else loss
 
@@ -263,21 +272,24 @@ def compute_optimizer_bytes(config: ExperimentConfig, ranks: int) -> int:
 def _compute_communication_bytes(trainer: TrainerConfig, model: Transformer, is_training: bool) -> int:
     """Return an upper bound of the buffers for weights and gradients in communication.
 
-    ddp: its buckets, as large as the gradients. fsdp and hsdp: the root unit's weights, and those of the current and
-    the next block (of all blocks without reshard_after_forward). The backward pass adds the head's gradient, a block's
-    gradients and their copy to reduce, and ends with the same for the root unit.
+    ddp: its buckets, as large as the gradients. fsdp and hsdp: the weights of the root unit, of all memories with
+    bf16-mixed, and of the current and the next block (of all blocks without reshard_after_forward). The backward pass
+    adds the head's gradient, a block's gradients and their copy to reduce, and ends with the same for the root unit.
     """
     total = sum_bytes(model.parameters())
     if not trainer.is_sharded:
-        return total if trainer.world_size > 1 else 0
-    blocks = [sum_bytes(layer.parameters()) for layer in model.layers]
-    root, reduced = total - sum(blocks), max(blocks)
+        return total if trainer.strategy == "ddp" or trainer.world_size > 1 else 0
+    blocks, memories = [sum_bytes(layer.parameters()) for layer in model.layers], 0
+    if trainer.precision == "bf16-mixed":  # memories stay gathered in float32; see `shard_model`
+        own = [sum_bytes(p for memory in layer.memories for p in memory.parameters()) for layer in model.layers]
+        blocks, memories = [block - part for block, part in zip(blocks, own, strict=True)], sum(own)
+    root, reduced = total - memories - sum(blocks), max(blocks)
     gathered = [size // 2 if trainer.precision == "bf16-mixed" else size for size in blocks]
     weights = max(gathered) + (max(gathered) if trainer.reshard_after_forward else sum(gathered))
     if not is_training:
-        return root + weights
+        return root + memories + weights
     head = sum_bytes([(model.head or model.embedding).weight])
-    return root + max(weights + head + max(gathered) + reduced, root + root)
+    return root + memories + max(weights + head + max(gathered) + reduced, root + root)
 
 
 def sum_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -337,19 +349,21 @@ _pass_cache: dict[str, Counter[str]] = {}
 def measure_pass(config: ExperimentConfig, is_training: bool, layers: int, batch: int, length: int) -> Counter[str]:
     """Return the bytes by kind of one pass over `batch` sequences of `length` tokens, from a cache if measured."""
     trainer = config.trainer
+    has_mask = getattr(config.data, "document_mask", False) and config.model.attention == "sdpa"
     config = replace(config, model=replace(config.model, num_layers=layers))
     autocast, criterion = trainer.precision == "bf16-mixed", NextTokenLoss.from_config(trainer)
     key = f"{config.model} {trainer.precision} {trainer.is_sharded} {trainer.recompute_mode} {criterion}"
-    key = f"{key} {is_training} {trainer.accelerator} {batch} {length}"
+    key = f"{key} {is_training} {trainer.accelerator} {batch} {length} {has_mask}"
     if key not in _pass_cache:
         model = build_meta_model(config)
         if autocast and trainer.is_sharded:
             model.layers.to(torch.bfloat16)  # the dtype in which blocks are gathered
+            nn.ModuleList(model.memories).to(torch.float32)
         is_cuda = trainer.device_type(has_cuda=True) == "cuda"
         implementation = "triton" if is_cuda and model.axis == "depth" else "auto"  # scans on CUDA count as eager
         try:
             with use_implementation(implementation):
-                _pass_cache[key] = track_pass(model, (batch, length), autocast, criterion, is_training)
+                _pass_cache[key] = track_pass(model, (batch, length), autocast, criterion, is_training, has_mask)
         except DataDependentOutputException as error:
             raise RunError(
                 f"model.memory.kind {config.model.memory.kind}: the forward pass depends on tensor values "

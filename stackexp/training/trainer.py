@@ -36,6 +36,7 @@ UNSUPPORTED: dict[type[pl.Callback], str] = {  # -> the option to set instead
     pl.callbacks.StochasticWeightAveraging: "trainer.ema_decay",
     pl.callbacks.WeightAveraging: "trainer.ema_decay",
     pl.callbacks.ModelPruning: "",
+    pl.callbacks.BackboneFinetuning: "",
 }
 """Callbacks of Lightning that save checkpoints, or change the weights or the steps, and so their record in the run."""
 
