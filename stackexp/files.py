@@ -169,7 +169,7 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def write_json(path: Path, value: Any, *, indent: int = 2) -> None:
-    """Write a JSON file atomically; infinity and NaN in nested dicts become null."""
+    """Write a JSON file atomically; infinity and NaN in nested dicts and lists become null."""
     write_atomically(path, json.dumps(replace_non_finite(value), indent=indent, ensure_ascii=False) + "\n")
 
 
@@ -191,9 +191,11 @@ def read_hashed_json(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def replace_non_finite(value: Any) -> Any:
-    """Replace infinity and NaN, which JSON does not have, by None in nested dicts."""
+    """Replace infinity and NaN, which JSON does not have, by None in nested dicts and lists."""
     if isinstance(value, dict):
         return {key: replace_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [replace_non_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

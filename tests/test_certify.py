@@ -152,8 +152,12 @@ def test_a_flipped_weight_is_rejected_if_the_answers_change(tmp_path, capsys, na
     with torch.no_grad():
         answers = [int(model(torch.tensor([[*s, 2]])).logits[0, -1].argmax()) for s in strings]
     wrong = [s for s, answer in zip(strings, answers, strict=True) if answer != sum(s) % 2]
+    picture = Path(run[-1], "automaton.png")
+    picture.parent.mkdir(exist_ok=True)
+    picture.touch()  # of an earlier certificate
     code, _, record = certify(capsys, run, "--exhaustive", "6")
     assert code == bool(wrong) == is_needed
+    assert picture.exists() == (record["automaton"] is not None)
     if wrong:
         shown = record["verdict"].removeprefix("differs at ")
         assert len(shown) == len(wrong[0]), "the shortest string on which they differ"

@@ -2,7 +2,9 @@
 
 import ast
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -15,6 +17,8 @@ import torch
 import transformers
 import yaml
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import Unigram
 
 from stackexp import runs
 from stackexp.cli import main
@@ -159,6 +163,30 @@ def test_stacks_over_tokens_refuse_what_they_cannot_do(tmp_path):
         model(tokens, attention_mask=torch.ones(1, 1, 3, 3, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("name", ["depth", "time", "token-major"])
+def test_a_cache_of_the_caller_is_filled(tmp_path, name):
+    target = export(tmp_path, name)
+    model, tokens = exported_models.load(target), torch.load(target.with_suffix(".pt"))["tokens"]
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        whole = model(tokens).logits
+        parts = [model(tokens[:, :8], past_key_values=cache, use_cache=True).logits]
+        assert cache.get_seq_length() == 8
+        parts += [model(tokens[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(8, 12)]
+    exported_models.assert_close(torch.cat(parts, 1), whole, 1e-5)
+
+
+def test_a_tokenizer_that_reads_end_of_text_in_a_text_is_named(tmp_path, capsys):
+    tokenizer = Tokenizer(Unigram([("<unk>", 0.0), ("</s>", -1.0), ("a", -2.0), (" ", -2.0)], 0))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.encode_special_tokens = True
+    tmp_path.mkdir(exist_ok=True)
+    huggingface._write_tokenizer(tmp_path, tokenizer, 16)
+    assert "note: the exported tokenizer reads </s> in a text as the end of a document" in capsys.readouterr().err
+    huggingface._write_tokenizer(tmp_path, train_tokenizer(["a b"] * 3, 300), 16)
+    assert capsys.readouterr().err == ""
+
+
 def test_new_weights_follow_the_config(tmp_path):
     config = transformers.AutoConfig.from_pretrained(export(tmp_path, "normalized"), trust_remote_code=True)
     model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
@@ -217,6 +245,15 @@ def test_the_card_has_the_scores_of_its_own_checkpoint(run, export_card, tmp_pat
     (run / "validate-notes.json").write_text('{"note": 1}')
     error = invoke("checkpoint export --run", run, "--to", tmp_path / "other", expect=1)
     assert "validate-notes.json: not as it was written" in error
+
+
+def test_the_card_has_scores_that_are_not_finite(run, export_card):
+    """Records have null for them."""
+    checkpoint = run / "checkpoints" / "00000012"
+    record = {"checkpoint": str(checkpoint), "step": 12, "overrides": []}
+    write_hashed_json(run / "validate.json", record | {"sets": {"left": {"loss": math.nan, "perplexity": math.inf}}})
+    (run / "result.json").unlink()
+    assert re.search(r"^\| left .* nan \|", export_card(checkpoint), re.M)
 
 
 def test_the_card_of_another_runs_checkpoint_has_nothing_of_the_run(run, export_card, tmp_path, invoke):

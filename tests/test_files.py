@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import resource
 import signal
@@ -46,6 +47,12 @@ def test_failed_atomic_write_keeps_the_old_file(tmp_path):
     path.write_text('{"name"')
     with pytest.raises(RunError, match=r"result.json: not valid JSON"):
         files.read_json(path)
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path):
+    files.write_json(tmp_path / "a.json", {"a": [math.nan, {"b": math.inf}, 1.0], "c": -math.inf})
+    text = (tmp_path / "a.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": [None, {"b": None}, 1.0], "c": None}
 
 
 def test_only_regular_files_are_read(tmp_path):

@@ -1,5 +1,7 @@
 """Text generation: greedy and sampled, the cache of fixed size, and the verb `generate`."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +20,7 @@ from stackexp.config.memory import (
     StratifiedStackConfig,
 )
 from stackexp.config.model import DeltaNetConfig, LSTMConfig, StackRNNConfig
+from stackexp.errors import RunError
 from stackexp.evaluation.loading import load_run
 from stackexp.models import attention
 from stackexp.models.delta import DeltaNet
@@ -171,6 +174,13 @@ def test_temperature_divides_the_logits(temperature):
     tokens = sample_tokens(logits, temperature, 1.0, torch.Generator().manual_seed(0))
     frequencies = torch.bincount(tokens, minlength=3) / len(tokens)
     torch.testing.assert_close(frequencies, (logits[0] / temperature).softmax(-1), rtol=0, atol=0.015)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_of_diverged_weights_are_an_error(value, temperature):
+    with pytest.raises(RunError, match=r"^the logits are not finite: the weights have diverged"):
+        sample_tokens(torch.tensor([[0.0, value, 1.0]]), temperature, 0.9)
 
 
 def test_top_p_of_four_tokens():

@@ -185,6 +185,17 @@ def test_missing_and_damaged_files_are_reported_in_one_line(tmp_path, capsys):
     assert "the key vocab_size is missing" in get_error(capsys, folder)
 
 
+def test_weights_in_one_file_precede_shards_as_in_transformers(tmp_path):
+    folder, other = tmp_path / "model", tmp_path / "other"
+    save_folder(folder, shard="20KB")
+    save_folder(other, hidden_act="silu")
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    embedding = load_file(import_folder(folder))["embedding.weight"]
+    assert torch.equal(embedding, theirs.get_input_embeddings().weight)
+
+
 def test_rotary_tables_and_a_copy_of_the_tied_embedding_are_ignored(tmp_path, capsys):
     folder = tmp_path / "model"
     save_folder(folder, tie_word_embeddings=True)

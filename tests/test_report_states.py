@@ -155,6 +155,8 @@ def test_states_that_are_points_or_inseparable_are_the_extremes():
     assert points[40]["within_between"] == 0
     noise = compare_states({40: (rng.normal(size=(4000, 8)), states)})
     assert noise[40]["within_between"] == pytest.approx(1, abs=1e-3)
+    others = compare_states({40: (np.eye(4)[states], states), 200: (np.eye(4)[states + 2], states + 2)})
+    assert others[200] == {"within_between": 0}, "no state of the reference"
     assert compare_states({40: (np.ones((4000, 3)), states)}) == {}, "constant vectors"
     assert compare_states({40: (np.eye(2)[[0, 1]], np.array([0, 1]))}) == {}, "one token in a state"
 

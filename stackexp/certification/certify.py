@@ -482,5 +482,8 @@ def write_certificate(result: Certificate, loaded: LoadedRun, folder: Path, seco
             "processor": platform.machine(),
         },
     )
-    if result.figure is not None:
-        save_figure(result.figure, folder / "automaton.png")
+    picture = folder / "automaton.png"
+    if result.figure is None:
+        picture.unlink(missing_ok=True)  # of an earlier certificate
+    else:
+        save_figure(result.figure, picture)

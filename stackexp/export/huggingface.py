@@ -5,8 +5,10 @@
 """
 
 import json
+import math
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -169,7 +171,11 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, context_length: int) ->
     if tokenizer.encode("").ids:
         contents["post_processor"] = None
     write_json(folder / "tokenizer.json", contents)
-    end = tokenizer.id_to_token(get_end_of_text_id(tokenizer))
+    end_id = get_end_of_text_id(tokenizer)
+    end = tokenizer.id_to_token(end_id)
+    if end_id in tokenizer.encode(end, add_special_tokens=False).ids:
+        note = f"note: the exported tokenizer reads {end} in a text as the end of a document; training has spelled it"
+        print(note, file=sys.stderr)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **dict.fromkeys(("bos_token", "eos_token", "pad_token"), end),
@@ -276,8 +282,9 @@ def _format_validation(loaded: LoadedRun) -> str:
     sets = {name: scores for r in records if _is_validation(r, loaded) for name, scores in _list_sets(r, loaded)}
     if folder.is_finished and (result := folder.read_result()).steps == step:
         sets |= (result.figures.get(EMA, {}) if is_average else result.figures).get("sets", {})
-    if sets:
-        return format_scores(sets, style="markdown")
+    if sets:  # JSON has null for NaN and infinity
+        numbers = {name: {k: math.nan if v is None else v for k, v in scores.items()} for name, scores in sets.items()}
+        return format_scores(numbers, style="markdown")
     run, checkpoint = (shlex.quote(str(path)) for path in (folder.path, loaded.checkpoint))
     command = f"python -m stackexp validate --run {run} --ckpt_path {checkpoint}"
     return f"This checkpoint has no recorded scores; compute them with\n\n    {command}"

@@ -263,9 +263,11 @@ class StackTransModel(StackTransPreTrainedModel, LlamaModel):
             raise ValueError(f"{where} requires an attention_mask [batch, tokens]")
         if self.axis == "token_major" and self.gradient_checkpointing and self.training:
             raise ValueError(f"{where} does not support gradient checkpointing; disable it")
+        if is_new:  # the caller passes the same object again, so it must be this one that gets the stacks
+            cache.__class__, cache.stacks = StackTransCache, {}
         if isinstance(cache, StackTransCache):
             return cache
-        return StackTransCache(self.config) if use_cache or is_new or self.axis == "token_major" else None
+        return StackTransCache(self.config) if use_cache or self.axis == "token_major" else None
 
     def _run_layers(self, h, cache, attention_mask, position_ids):
         """Return the input of each layer and the output of the last, all [B, T, d]."""

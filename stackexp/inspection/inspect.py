@@ -22,7 +22,7 @@ from stackexp.errors import ConfigError, SetNameError
 from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.evaluation.request import EvaluationRequest
-from stackexp.files import write_atomically
+from stackexp.files import write_atomically, write_json
 from stackexp.inspection.interventions import TokenBatch, check_heads, format_changes, measure_interventions
 from stackexp.models.checkpoints import is_folder, load_state
 from stackexp.models.memories.stack import compute_action_spread
@@ -86,7 +86,7 @@ def run(
         print(f"\n{format_changes(changes)}")
     elif text is None:
         print("\nno interventions: an interval requires at least two sequences; use a larger set")
-    write_atomically(folder / "inspect.json", json.dumps(results, indent=2))
+    write_json(folder / "inspect.json", results)
     print(f"\nmaps:    {folder / 'stacks.png'}\ntokens:  {folder / 'tokens.html'}\nvalues:  {folder / 'inspect.json'}")
     return 0
 

@@ -164,7 +164,8 @@ def compare_states(samples: dict[int, tuple[np.ndarray, np.ndarray]]) -> dict[in
     `shift` is the root mean square distance of the center of a state from its center at lengths up to
     REFERENCE_LENGTH, over the distance of two centers there.
 
-    States with one token are left out, as are lengths with fewer than two states, and vectors that are constant.
+    States with one token are left out, as are lengths with fewer than two states, vectors that are constant, and the
+    shift if no state occurs at both.
     """
     near = [sample for length, sample in samples.items() if length <= REFERENCE_LENGTH]
     reference, _ = find_centers(*(np.concatenate(parts) for parts in zip(*near, strict=True)))
@@ -174,10 +175,9 @@ def compare_states(samples: dict[int, tuple[np.ndarray, np.ndarray]]) -> dict[in
         if len(centers) > 1 and len(reference) > 1 and square_distances(reference) > 0:
             between = 2 * variance + square_distances(centers)
             moves = [np.square(centers[state] - reference[state]).sum() for state in centers.keys() & reference]
-            found[length] = {
-                "within_between": float(np.sqrt(2 * variance / between)),
-                "shift": float(np.sqrt(np.mean(moves) / square_distances(reference))),
-            }
+            found[length] = {"within_between": float(np.sqrt(2 * variance / between))}
+            if moves:
+                found[length]["shift"] = float(np.sqrt(np.mean(moves) / square_distances(reference)))
     return found
 
 

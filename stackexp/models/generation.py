@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from stackexp.errors import RunError
 from stackexp.models.transformer import Cache, Transformer
 
 MASK_ALIGNMENT = 16  # kernels of masked attention copy a mask whose length is not a multiple of this
@@ -117,8 +118,14 @@ def generate(
     return tokens
 
 
+class NonFiniteLogitsError(RunError):
+    """The model predicts NaN or infinity."""
+
+
 def sample_tokens(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
-    """Sample one token for each row of logits [B, V]: [B]."""
+    """Sample one token for each row of logits [B, V]: [B]. Raises NonFiniteLogitsError for NaN and infinity."""
+    if not logits.isfinite().all():
+        raise NonFiniteLogitsError("the logits are not finite: the weights have diverged; use an earlier checkpoint")
     if temperature == 0:
         return logits.argmax(-1)
     probabilities = (logits.float() / temperature).softmax(-1)

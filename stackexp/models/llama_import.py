@@ -159,14 +159,14 @@ def to_llama_name(name: str) -> str:
 
 def _map_files(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of all weight files of a folder, mapped from the files."""
-    if (folder / INDEX).is_file():
+    if (folder / WEIGHTS).is_file():  # transformers prefers it, too
+        files = [WEIGHTS]
+    elif (folder / INDEX).is_file():
         index = read_json(folder / INDEX)
         names = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
             raise RunError(f"{folder / INDEX}: has no weight_map of file names; download it again")
         files = sorted(set(names.values()))
-    elif (folder / WEIGHTS).is_file():
-        files = [WEIGHTS]
     else:
         raise RunError(f"{folder}: no {WEIGHTS} or {INDEX}; save the model as safetensors")
     tensors: dict[str, Tensor] = {}

@@ -17,6 +17,7 @@ from stackexp.evaluation.scores import format_scores, score_bigrams
 from stackexp.files import write_atomically, write_hashed_json
 from stackexp.metric_tags import AVERAGE_LOSS
 from stackexp.models import checkpoints
+from stackexp.models.generation import NonFiniteLogitsError
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.scores import TAGGED_SCORES, average_groups, average_scores, tag_scores
 from stackexp.runs import EMA, RunFolder
@@ -102,12 +103,15 @@ class LanguageModelingObjective(Objective):
         return result | {"sample": self._generate_sample(session)}
 
     def _generate_sample(self, session: Session) -> str | None:
-        """Return a text sample; None without a tokenizer or with sharded weights."""
+        """Return a text sample; None without a tokenizer, with sharded weights, or if the weights have diverged."""
         tokenizer, trainer = session.data.tokenizer, self.config.trainer
         if tokenizer is None or trainer.is_sharded:  # generation needs the whole model on one device
             return None
         options: dict[str, Any] = {"max_new_tokens": 60, "temperature": 0.8, "top_p": 0.95, "seed": 0}
-        return continue_text(session.module.model, tokenizer, prompt="", precision=trainer.precision, **options)
+        try:
+            return continue_text(session.module.model, tokenizer, prompt="", precision=trainer.precision, **options)
+        except NonFiniteLogitsError:  # the scores are NaN, too
+            return None
 
     def list_score_tags(self, set_names: list[str]) -> list[str]:
         sets = {name: dict.fromkeys(TAGGED_SCORES, 0.0) for name in set_names}
