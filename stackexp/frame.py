@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 
 from stackexp.config.affects import changes_scores, find_changed_keys
 from stackexp.config.layers import read_overrides
-from stackexp.config.yaml_files import read_options
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import open_regular, read_hashed_json
 from stackexp.metric_tags import AVERAGE_LOSS, AVERAGED_STEPS, TRAIN_LOSS
@@ -266,9 +265,8 @@ def _read_metrics(folder: RunFolder, row: Row) -> Row:
 
 def _find_changed_evaluation(folder: RunFolder, row: Row) -> int:
     """Return the step after which the evaluation has not changed; earlier losses may be on other data."""
-    earlier = {int(path.stem.rpartition("-")[2]): path for path in folder.path.glob("config.step-*[0-9].yaml")}
-    ours = get_options(row)
-    changed = [step for step, path in earlier.items() if find_changed_keys(ours, read_options(path), ["evaluation"])]
+    ours, earlier = get_options(row), folder.read_earlier_options().items()
+    changed = [step for step, options in earlier if find_changed_keys(ours, options, ["evaluation"])]
     return max(changed, default=0)
 
 

@@ -94,6 +94,11 @@ class RunFolder:
         """Read config.yaml without checking it: {key with dots: value}."""
         return read_options(self.config)
 
+    def read_earlier_options(self) -> dict[int, dict[str, Any]]:
+        """Read the configs before each step at which a resumed run changed its config: {step: {key: value}}."""
+        found = {int(path.stem.rpartition("-")[2]): path for path in self.path.glob("config.step-*[0-9].yaml")}
+        return {step: read_options(path) for step, path in sorted(found.items())}
+
     def read_result(self) -> RunResult:
         """Read result.json. Raises RunError if it is damaged or has a newer version."""
         contents = read_hashed_json(self.result, "delete it and resume the run, which evaluates again")

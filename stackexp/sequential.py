@@ -200,6 +200,11 @@ def count_pairs(
     return MIN_PLANNED + bisect.bisect_left(range(MIN_PLANNED, MAX_PLANNED), power, key=compute)
 
 
+def format_pairs(pairs: int) -> str:
+    """Return a number of `count_pairs` as text."""
+    return f"over {pairs}" if pairs == MAX_PLANNED else str(pairs)
+
+
 def choose_batch(arms: int, workers: int) -> int:
     """Return the fewest pairs between two looks that keep `workers` processes busy at least 80 % of the time."""
     rounds = ((n, math.ceil(n * arms / workers)) for n in range(1, workers + 1))

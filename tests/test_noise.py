@@ -115,3 +115,14 @@ def test_the_pooled_deviation_allows_for_the_shared_baseline(arms, seeds, shared
     found = np.array([pool_deviations(row) for row in values])
     assert np.mean((found[:, 1] < 1) & (found[:, 2] > 1)) == pytest.approx(0.955, abs=0.03)
     assert np.mean(found[:, 0] ** 2) == pytest.approx(1, abs=0.15)
+
+
+def test_runs_that_the_plan_leaves_out_are_named(tmp_path, invoke):
+    cells = [(seed, order) for seed in range(2) for order in range(2)]
+    write_grid(tmp_path, "wide", {cell: 4 + cell[0] for cell in cells}, "model.memory=null")
+    write_grid(tmp_path, "stack", {(s, o): 4 + s + 0.04 * o for s, o in cells})
+    finish(write_run(tmp_path / "queue-seed=0-01234567", "model.memory=queue", seed=0), 4.0)
+    write_run(tmp_path / "begun-seed=0-01234568", seed=0)
+    printed = invoke("plan", "--effect", "0.05", "--runs", tmp_path, "--baseline", "wide")
+    assert "left out, without data.shuffle_seed: queue" in printed
+    assert "unfinished, `python -m stackexp fit --run RUN` resumes one" in printed

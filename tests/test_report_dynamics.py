@@ -8,6 +8,7 @@ import pytest
 from language_runs import finish, write_run
 
 from stackexp.errors import RunError
+from stackexp.files import write_json
 from stackexp.reports.dynamics import Curve, build_dynamics, draw_dynamics, find_crossings
 from stackexp.reports.report import smooth_losses
 from stackexp.tables import ABSENT
@@ -121,3 +122,10 @@ def test_a_seed_that_has_just_begun_does_not_cut_off_the_others(tmp_path):
     report = build_dynamics([tmp_path])
     assert [row[1:3] for row in report.tables[0].rows] == [["2", f"{90 * 1024:,}"]] * 2
     assert any("2 runs left out, with less than half" in note for note in report.notes)
+
+
+def test_of_two_unfinished_runs_of_a_seed_the_later_one_counts(tmp_path):
+    for name, start, loss in (("a", "2026-01-02", 2.0), ("b", "2026-01-01", 3.0)):
+        run = write_run(tmp_path / name / "stacktrans-seed=0-01234567", seed=0, losses=[loss] * 100)
+        write_json(run / "environment.json", [{"started": f"{start}T00:00:00+0000"}])
+    assert build_dynamics([tmp_path]).tables[0].rows[0][3] == "2.000"

@@ -111,6 +111,8 @@ def test_score_covers_the_requested_lengths(runs):
     """Accuracy is interpolated between the tested lengths: here it falls from 95 to 104."""
     finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.5, up_to_100=0.9, stride=9)
     assert read_row(format_formal(runs, NEAR_LENGTHS), "even_pairs")["LSTM"] == "0.89↓ / 0.89 (0/1)"
+    with pytest.raises(RunError, match=r"not tested over 41\.\.505"):
+        format_formal(runs, (41, 505))
     (run,) = collect_cells([runs], ALL_LENGTHS).runs
     falling = [0.5 + 0.4 * share / 9 for share in range(8, 0, -1)]  # at 96 to 103
     expected = (55 * 0.9 + sum(falling) + 397 * 0.5) / 460

@@ -165,3 +165,30 @@ def test_one_setting_is_chosen_over_all_tasks(tmp_path, invoke):
     error = invoke(*command, tmp_path / "one", expect=1)
     assert "no finished run in a folder tuning/ chooses a setting" in error
     assert "--one-setting requires --arms" in invoke("report formal --one-setting", tmp_path, expect=2)
+
+
+def test_a_setting_counts_only_with_trials_on_all_tasks(tmp_path, invoke):
+    """Each rate of the LSTM lacks a task, so no mean is over both."""
+    for trial, task in enumerate(("parity_check", "even_pairs", "parity_check", "even_pairs")):
+        run = tmp_path / f"{task}/tuning/lstm-{trial}-seed=50-01234567"
+        finish(write_run(run, "LSTM", task, f"optimizer.lr=0.00{trial + 1}", seed=50), beyond=0.0, validation=0.5)
+    for task in ("parity_check", "even_pairs"):
+        run = tmp_path / f"{task}/tuning/transformer-0-seed=50-01234567"
+        finish(write_run(run, "Transformer", task, "optimizer.lr=0.001", seed=50), beyond=0.0, validation=0.5)
+        run = tmp_path / f"{task}/pairs/transformer-seed=100-01234567"
+        finish(write_run(run, "Transformer", task, "optimizer.lr=0.001", seed=100), beyond=0.5)
+    run = tmp_path / "parity_check/tuning/transformer-1-seed=50-01234567"
+    finish(write_run(run, "Transformer", "parity_check", "optimizer.lr=0.002", seed=50), beyond=0.0, validation=1.0)
+    printed = invoke("report formal --arms --one-setting", tmp_path)
+    assert "lstm: left out, no setting has finished trials on all of even_pairs, parity_check" in printed
+    assert "One setting of transformer: optimizer.lr=0.001; mean validation accuracy of 0.500 over" in printed
+
+
+def test_of_two_equal_runs_of_a_seed_the_later_one_counts(tmp_path, invoke):
+    for name, score, start in (("a", 0.5, "2026-01-02"), ("b", 0.25, "2026-01-03"), ("c", 0.75, "2026-01-01")):
+        run = write_run(tmp_path / name / "parity_check/pairs/lstm-seed=100-01234567", "LSTM", "parity_check", seed=100)
+        finish(run, beyond=score)
+        write_json(run / "environment.json", [{"started": f"{start}T00:00:00+0000"}])
+    printed = " ".join(invoke("report formal --arms --markdown", tmp_path).split())
+    assert "| parity_check | **0.25** |" in printed
+    assert "left out, a later run has the same seed" in printed

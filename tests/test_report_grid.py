@@ -97,3 +97,10 @@ def test_without_a_cell_there_are_curves_only():
     build(list=[{H: 1}, {H: 2}, {S: 8}, {S: 16}])
     labels = [axes.get_xlabel() for axes in build_grid("study.yaml").draw().axes]
     assert sorted(labels) == ["stack heads ($H$)", "stack slots ($S$)"]
+
+
+def test_the_objective_is_in_the_csv():
+    sweep = build(grid={H: [1, 2]}, seeds=[0, 1], objective="memory_parameters")
+    (first, _) = build_grid(str(sweep.folder)).records
+    found = summarize_trials(sweep)[0]["objective"]
+    assert {key: first[f"memory_parameters {key}"] for key in found} == found == {"mean": 10, "std": 0}

@@ -9,9 +9,11 @@ import pytest
 
 from stackexp.cli import main
 from stackexp.errors import RunError
+from stackexp.files import hold_lock
 from stackexp.frame import read_run
 from stackexp.models.checkpoints import find_checkpoint
 from stackexp.runs import RunFolder
+from stackexp.sweeps.trials import CLAIM
 
 RECORDS = ("metrics.jsonl", "result.json", "config.yaml", "environment.json", "data.jsonl")
 
@@ -95,6 +97,8 @@ def test_list_show_and_remove(run, invoke):
     assert "--yes" in invoke("runs remove", run.path)
     assert run.path.is_dir()
     with run.lock():
+        invoke("runs remove", run.path, "--yes", expect=74)
+    with hold_lock(run.path / CLAIM, "a worker that has just claimed the trial"):
         invoke("runs remove", run.path, "--yes", expect=74)
     Path("mine").mkdir()
     Path("mine/config.yaml").touch()

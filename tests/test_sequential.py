@@ -8,6 +8,7 @@ import pytest
 
 from stackexp import sequential
 from stackexp.sequential import (
+    MAX_PLANNED,
     MIN_PAIRS,
     Outcome,
     choose_batch,
@@ -18,6 +19,7 @@ from stackexp.sequential import (
     estimate_deviation,
     find_barrier,
     find_detectable_effect,
+    format_pairs,
     judge,
 )
 
@@ -190,3 +192,8 @@ def test_looks_are_as_frequent_as_busy_workers_allow():
             assert busy[-1] >= 0.8
             assert all(share < 0.8 for share in busy[:-1])
     assert [choose_batch(3, workers) for workers in (1, 2, 3, 8, 16)] == [1, 2, 1, 5, 5]
+
+
+def test_more_pairs_than_the_planned_ones_are_named_so():
+    assert format_pairs(count_pairs(0.03, 1.0, 0.05 / 6)) == f"over {MAX_PLANNED}"
+    assert format_pairs(count_pairs(0.5, 1.0)) == str(count_pairs(0.5, 1.0))

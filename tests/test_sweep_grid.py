@@ -348,3 +348,10 @@ def test_errors_are_raised_before_torch_is_imported_or_files_are_written():
     assert done.stdout == "2\n2\n2\nFalse\n"
     assert done.stderr == f"error: study.yaml:4: {H}: expected an integer from 1 to 1048576, found -4\n" * 3
     assert [path.name for path in Path().iterdir()] == ["study.yaml"]
+
+
+@pytest.mark.parametrize("text", ["${seed}", "${..seed}", "${ seed }", "${oc.select:seed}"])
+def test_an_interpolated_seed_is_that_of_the_trial(text):
+    write("seeded.yaml", f"defaults: [{BASE}]\ndata: {{shuffle_seed: '{text}'}}\n")
+    sweep = build_sweep(config="seeded.yaml", seeds=[0, 1, 2])
+    assert [trial.config.data.shuffle_seed for trial in sweep.trials] == [0, 1, 2]

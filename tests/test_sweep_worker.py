@@ -10,10 +10,11 @@ from config_files import build_sweep
 from processes import kill, wait_until
 from sweep_study import ALL_STEPS, TWO, Study
 
-from stackexp.errors import ConfigError
+from stackexp.errors import ConfigError, RunError
 from stackexp.sweeps import worker
 from stackexp.sweeps.sweep import load_sweep
 from stackexp.sweeps.trials import (
+    START_MARK,
     Claim,
     Trial,
     TrialState,
@@ -22,6 +23,7 @@ from stackexp.sweeps.trials import (
     read_claim,
     read_failure,
     read_status,
+    record_failure,
 )
 from stackexp.sweeps.worker import DevicePool
 
@@ -244,3 +246,30 @@ def test_the_cause_of_a_failure_is_a_signal_or_an_exit_code(study):
     assert find_cause(trial, -9) == "killed by SIGKILL"
     for code in (-127, 255):  # no signals
         assert find_cause(trial, code) == f"exit code {code} without a result: no output"
+
+
+def test_a_divergence_that_no_worker_has_recorded_is_not_retried(study):
+    """The worker was killed, or stopped, while the trial diverged."""
+    diverged, stopped = study.trials[:2]
+    for trial, end in ((diverged, "error: step 2: loss nan with gradient norm 1"), (stopped, "saved; stopped")):
+        trial.folder.mark()
+        trial.log.write_text(f"{START_MARK}now by a\n{end}\n")
+    study.set_behavior({})
+    study.run(expect=1)
+    assert study.get_states() == [TrialState.FAILED, *[TrialState.DONE] * 3]
+    assert study.count_attempts() == [0, 1, 1, 1]
+    assert read_failure(diverged)["attempts"] == 1
+    study.run()
+    assert study.count_attempts() == [1, 1, 1, 1], "the next command tries it again"
+
+
+def test_a_verdict_does_not_retry_what_another_process_has_just_recorded_as_diverged(study, monkeypatch):
+    """The trial diverges after the verdict has listed the missing trials, and before its worker starts."""
+    trial = study.trials[0]
+    trial.folder.mark()
+    trial.log.write_text(f"{START_MARK}now by a\nerror: step 2: loss nan with gradient norm 1\n")
+    record_failure(trial, 1)
+    monkeypatch.chdir(study.root.parent)
+    with pytest.raises(RunError, match="1 of 1 trials failed"):
+        worker.run_sweep(load_sweep(str(study.path)), only={trial})
+    assert study.count_attempts()[0] == 0

@@ -1,5 +1,6 @@
 """`verdict`: equal tuning, the plan, pairs until every arm is decided, and what is printed. Trials are fake."""
 
+import contextlib
 import json
 import math
 import re
@@ -319,6 +320,21 @@ def test_a_memory_is_compared_with_its_controls(empty_folder, invoke):
     written = Path("sub/runs/verdict-small-push_only/question.yaml").read_text()
     assert "logging.root=./sub//runs" in written
     assert "effect: 0.02" in written
+
+
+def test_the_controls_of_a_changed_config_are_refused(empty_folder, monkeypatch, invoke):
+    monkeypatch.setattr("stackexp.planning.cost.match_models", lambda *_: (128, 1.0))  # takes seconds
+    config, command = Path("mine.yaml"), "verdict --memory queue --config mine.yaml --dry-run"
+    text = f"defaults: [ablation/small]\nlogging: {{root: {empty_folder}/runs}}\n"
+    config.write_text(text)
+    invoke(command)
+    invoke(command)
+    Path("elsewhere").mkdir()
+    with contextlib.chdir("elsewhere"):
+        Path("mine.yaml").write_text(text)
+        assert f"reads the configs of {empty_folder}; call it there" in invoke(command, expect=2)
+    config.write_text(text + "optimizer: {lr: 0.002}\n")
+    assert "its controls are those of an earlier mine.yaml; undo the change, or move" in invoke(command, expect=2)
 
 
 def test_the_adapter_of_a_stack_differs_in_its_mechanism_only(monkeypatch, invoke):

@@ -67,6 +67,8 @@ def test_interventions_are_measured_once(trained, tmp_path):
         assert RunFolder(run) in list_unmeasured(verdict), "an earlier version has measured it"
         notes = build_interventions(verdict, pairs)[1]
         assert "stack: 1 run with actions frozen at the mean of four batches, not of all tokens" in notes
+        write_hashed_json(run / FILE, identity | {"changes": {"dropped read": 0.1}})
+        assert not any("frozen" in note for note in build_interventions(verdict, pairs)[1])
         write_hashed_json(run / FILE, identity | VERSION | {"changes": changes | {"dropped read": math.inf}})
         if file is files[1]:
             assert build_interventions(verdict, pairs)[0].rows[1][-1] == "1", (

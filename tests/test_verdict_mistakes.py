@@ -33,6 +33,17 @@ def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, invoke
             write_hashed_json(folder / name, {key: result[key] for key in result if key != "sha256"})
         assert f"same-seed=101-{folder.name.rpartition('-')[2]}: {expected}" in report()
         (folder / name).write_text(before)
+    result = read_json(folder / "result.json")
+    write_hashed_json(folder / "result.json", {key: result[key] for key in result if key not in ("sha256", "steps")})
+    assert "result.json has no steps" in report()
+    write_hashed_json(folder / "result.json", {key: result[key] for key in result if key != "sha256"})
+    earlier = folder / "config.step-5.yaml"
+    earlier.write_text((folder / "config.yaml").read_text().replace("eval_sequences: null", "eval_sequences: 3"))
+    assert "was resumed with another data.eval_sequences" in report()
+    copies = question.folder.with_name("copies")
+    invoke("runs copy", folder, "--to", copies)
+    assert list(copies.glob("**/config.step-5.yaml"))
+    earlier.unlink()
     sessions = folder / "environment.json"
     before = sessions.read_text()
     sessions.write_text(json.dumps([*json.loads(before), {"gpus": ["new"]}]))  # resumed on another GPU

@@ -285,10 +285,8 @@ def _resolve(root: DictConfig, origins: Origins) -> None:
                 message = _describe_failure(node._get_node(name)._value(), error, root, origins)
                 raise config_error(origins.get(key, ""), key, message) from error
             child = node._get_node(name)
-            sources = [OmegaConf.select(root, source) for source in _find_names(str(child._value()))]
-            if isinstance(child, BooleanNode) and any(
-                type(source) is int for source in sources
-            ):  # OmegaConf accepts it
+            sources = [OmegaConf.select(root, source) for source in _find_names(str(child._value()), key)]
+            if isinstance(child, BooleanNode) and int in map(type, sources):  # OmegaConf accepts it
                 message = f"the interpolation {child._value()} has the wrong type: expected true or false"
                 raise config_error(origins.get(key, ""), key, message)
 
@@ -308,14 +306,23 @@ def _iterate_slots(node: DictConfig | ListConfig, path: str = "") -> Iterator[tu
             yield key, node, name
 
 
-def _find_names(text: str) -> list[str]:
-    return re.findall(r"\$\{([\w.]+)\}", text)
+def _find_names(text: str, key: str = "") -> list[str]:
+    """Return the full keys that the text of `key` interpolates: `seed` for `${..seed}` in data.shuffle_seed."""
+    return [_resolve_dots(name, key) for name in re.findall(r"\$\{\s*([\w.]+)\s*\}", text)]
+
+
+def _resolve_dots(name: str, key: str) -> str:
+    """Return the full key of a name that starts with a dot for each level up from `key`."""
+    short = name.lstrip(".")
+    above = key.split(".")[: -(len(name) - len(short)) or None]
+    return ".".join([*above, short]) if short != name else name
 
 
 def _find_interpolated_keys(root: DictConfig) -> set[str]:
-    """Return the keys that other options interpolate."""
-    texts = (node._get_node(name)._value() for _, node, name in _iterate_slots(root))
-    return {key for text in texts if isinstance(text, str) for key in _find_names(text)}
+    """Return the keys that other options interpolate, and all words in such texts, which may be keys in a resolver."""
+    texts = ((key, node._get_node(name)._value()) for key, node, name in _iterate_slots(root))
+    texts = ((key, text) for key, text in texts if isinstance(text, str) and "${" in text)
+    return {_resolve_dots(word, key) for key, text in texts for word in re.findall(r"[\w.]+", text)}
 
 
 def _find_environment_texts(root: DictConfig) -> dict[str, Any]:

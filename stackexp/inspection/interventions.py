@@ -19,6 +19,7 @@ from stackexp.models.stack_recording import ACTIONS, Stack, find_recorded, recor
 from stackexp.models.transformer import Transformer
 from stackexp.modules.scores import TOO_FEW_CHUNKS, estimate_sampling_error
 from stackexp.modules.transduction import compute_answer_losses
+from stackexp.reports.interventions import MEAN_ACTION
 from stackexp.stack import StackState
 from stackexp.tables import format_table
 from stackexp.tasks import NO_TARGET
@@ -71,7 +72,7 @@ def measure_summary(model: Transformer, batches: list[TokenBatch]) -> dict[str, 
     is_stack = isinstance(memories[0], Stack)
     interventions = [Intervention("dropped read" if is_stack else "dropped output", read=_drop_read)]
     if is_stack and memories[0].actions is not None and not getattr(memories[0].config, "feedback", False):
-        interventions.insert(0, Intervention("mean action", logits=_freeze(model, batches)))
+        interventions.insert(0, Intervention(MEAN_ACTION, logits=_freeze(model, batches)))
     losses, counts = compute_losses(model, batches)
     changes = {i.name: (_compute_losses_under(model, batches, i) - losses).sum() for i in interventions}
     return {name: float(change / counts.sum()) for name, change in changes.items()}

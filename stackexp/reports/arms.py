@@ -84,7 +84,7 @@ def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple
             group.sort(key=read_start)
             latest = {row["seed"]: row for row in group if is_finished(row)}
             replaced += [row for row in group if is_finished(row) and row is not latest[row["seed"]]]
-            arms[name] = [*latest.values(), *(row for row in group if not is_finished(row))]
+            arms[name] = [*latest.values(), *(row for row in reversed(group) if not is_finished(row))]
             if len(corpora := {str(row.get(key)) for row in group for key in LOCATIONS if row.get(key)}) > 1:
                 notes.append(
                     f"{name}: runs on {', '.join(sorted(corpora))}; their mean mixes corpora unless these hold the same"

@@ -11,8 +11,8 @@ from typing import Any
 from stackexp.config.affects import AFFECT_RESULTS, find_changed_keys
 from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import Lengths
-from stackexp.frame import Row, get_options
-from stackexp.reports.arms import compute_difference, find_stack_changes
+from stackexp.frame import Row, get_options, read_start
+from stackexp.reports.arms import compute_difference, find_stack_changes, list_paths
 from stackexp.reports.formal_runs import (
     SOLVED,
     FormalRun,
@@ -37,8 +37,8 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
     """Build the table of mean accuracies with intervals over seeds, and the number of solved seeds.
 
     With `one_setting`, only runs count that have the setting of their arm, see `choose_settings`. Of runs with the same
-    options and seed, the first counts. Raises RunError if no run has a score over the lengths, or if two runs of an arm
-    have one seed and other options, as with two budgets.
+    options and seed, the last one counts. Raises RunError if no run has a score over the lengths, or if two runs of an
+    arm have one seed and other options, as with two budgets.
     """
     scores: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     hours: dict[str, float] = defaultdict(float)
@@ -51,8 +51,8 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
     found: dict[tuple[str, str, int], Row] = {}
     changes: dict[str, list[str] | None] = {}  # of each arm to the paper's stack; None: not a stack
     failures: dict[tuple[str, str, int], Row] = {}
-    unscored, untimed = [], 0
-    for run in runs:
+    unscored, replaced, untimed = [], [], 0
+    for run in sorted(runs, key=lambda run: read_start(run.row), reverse=True):
         path, arm, task = Path(run.row["path"]), run.row["arm"], run.task
         is_tuning = is_trial(run)
         hours[arm.rpartition("-")[0] if is_tuning else arm] += run.row.get("seconds", 0.0) / 3600
@@ -66,6 +66,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
         elif score is not None and not is_tuning:
             if (other := found.setdefault((task, arm, run.row["seed"]), run.row)) is not run.row:
                 if not find_changed_keys(get_options(other), get_options(run.row), AFFECT_RESULTS):
+                    replaced.append(run.row)
                     continue
                 raise RunError(
                     f"{path} and {other['path']} are runs of {arm} on {task} with one seed; give the folder of one"
@@ -81,6 +82,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
         notes.append(f"Failed runs count as not solved, and are in no mean accuracy: {listed}")
     if unscored:
         notes.append(f"left out, not finished and tested over these lengths: {join_paths(unscored)}")
+    notes += list_paths("left out, a later run has the same seed", replaced)
     ranges = {run.task: run.lengths for run in runs}
     arms = sorted(changes)
     means, solved = [], []
@@ -105,6 +107,7 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
     header = ["task", *(arm + mark for arm, mark in marks.items())]
     tables = [Table(title, header, means)]
     tables.append(Table(f"Seeds with a mean accuracy of at least {SOLVED}, of all", header, solved))
+    records.sort(key=lambda record: (record["task"], record["arm"], record["seed"]))
     return Report(tables, notes, records)
 
 
@@ -141,16 +144,19 @@ def choose_settings(runs: Sequence[FormalRun]) -> tuple[dict[str, dict[str, Any]
         points: dict[str, list[FormalRun]] = defaultdict(list)
         for run in tried:
             points[json.dumps([run.row.get(key) for key in searched])].append(run)
-        most = max(map(len, points.values()))  # a point that is not tried on all tasks cannot be compared
+        tasks = {run.task for run in tried}
         means = [
             (statistics.fmean(run.row["validation_accuracy"] for run in point), point[0].row)
             for point in points.values()
-            if len(point) == most
+            if {run.task for run in point} == tasks  # others cannot be compared
         ]
+        if not means:
+            notes.append(f"{arm}: left out, no setting has finished trials on all of {', '.join(sorted(tasks))}")
+            continue
         mean, best = max(means, key=lambda item: item[0])
         settings[arm] = {key: best.get(key) for key in searched}
         listed = ", ".join(f"{key}={format_value(value)}" for key, value in settings[arm].items())
-        score = f"mean validation accuracy of {mean:.3f} over the {len({run.task for run in tried})} tuned tasks"
+        score = f"mean validation accuracy of {mean:.3f} over the {len(tasks)} tuned tasks"
         notes.append(f"One setting of {arm}: {listed}; {score}")
     return settings, notes
 

@@ -112,10 +112,16 @@ class LengthTest:
         """Return the tested lengths in a range."""
         return [length for length in self.accuracy if lengths[0] <= length <= lengths[1]]
 
-    def covers(self, lengths: Lengths) -> bool:
-        """Return True if every length of the range is near a tested one: less than a stride, and half of the range."""
+    def covers(self, lengths: Lengths, longest: int) -> bool:
+        """Return True if every length of the range is near a tested one: less than a stride, and half of the range.
+
+        The range may not end after `longest`, the last length of the run's own test, nor after the last tested one.
+        Tests of earlier versions omit the last length.
+        """
         tested, limit = self.select_lengths(lengths), min(self.stride, (lengths[1] - lengths[0]) // 2 + 1)
-        return bool(tested) and min(tested) - lengths[0] < limit and lengths[1] - max(tested) < limit
+        if not tested or lengths[1] > max(longest, *self.accuracy):
+            return False
+        return min(tested) - lengths[0] < limit and lengths[1] - max(tested) < limit
 
     def count_strings(self, lengths: Lengths) -> int:
         """Return how many strings were tested in a range."""
@@ -167,23 +173,23 @@ class FormalRun:
     @cached_property
     def evaluation(self) -> LengthTest | None:
         """The evaluation over `lengths`, or None."""
-        return find_evaluation(self.evaluations, self.lengths)
+        return self.find_evaluation(self.lengths)
+
+    def find_evaluation(self, lengths: Lengths) -> LengthTest | None:
+        """Return the most thorough evaluation that covers the range; result.json wins a tie."""
+        longest = self.row["data.eval_max_length"]
+        covering = [evaluation for evaluation in self.evaluations if evaluation.covers(lengths, longest)]
+        return max(covering, key=lambda evaluation: evaluation.count_strings(lengths), default=None)
 
     def compute_score(self, lengths: Lengths) -> float | None:
         """Return the mean accuracy over a range of lengths, or None if it was not tested."""
-        evaluation = find_evaluation(self.evaluations, lengths)
+        evaluation = self.find_evaluation(lengths)
         return average_accuracy(evaluation.accuracy, lengths) if evaluation else None
 
     def compute_excess(self) -> float | None:
         """Return the mean loss above the entropy over `lengths`, or None without an entropy."""
         excess = self.evaluation and self.evaluation.excess
         return average_accuracy(excess, self.lengths) if excess else None
-
-
-def find_evaluation(evaluations: Sequence[LengthTest], lengths: Lengths) -> LengthTest | None:
-    """Return the most thorough evaluation that covers the range; result.json wins a tie."""
-    covering = [evaluation for evaluation in evaluations if evaluation.covers(lengths)]
-    return max(covering, key=lambda evaluation: evaluation.count_strings(lengths), default=None)
 
 
 def is_in_recipe(options: FlatConfig, key: str) -> bool:

@@ -184,7 +184,11 @@ def build_grid(sweep: str, overrides: Iterable[str] = ()) -> Report:
         )
     records = [
         {"trial": result["name"], **result["values"], "seeds": result["seeds"], "parameters": result["parameters"]}
-        | {f"{title} {key}": value for title in LOSSES for key, value in result["losses"].get(title, {}).items()}
+        | {
+            f"{title} {key}": value
+            for title, spread in {loaded.config.objective: result["objective"], **result["losses"]}.items()
+            for key, value in spread.items()
+        }
         for result in results
     ]
     return Report(

@@ -17,8 +17,8 @@ from stackexp.sweeps.verdict import Question, QuestionStage
 from stackexp.tables import ABSENT
 
 FILE = "interventions.json"
-VERSION = {"version": 2}
-"""Before version 2, actions were frozen at their mean over the first four batches."""
+VERSION, MEAN_ACTION = {"version": 2}, "mean action"
+"""Before version 2, `MEAN_ACTION` froze actions at their mean over the first four batches."""
 Changes = dict[str, float]
 """Intervention -> change of the loss."""
 
@@ -82,7 +82,8 @@ def build_interventions(verdict: Question, pairs: QuestionStage) -> tuple[Table 
             try:
                 identity = get_identity(verdict, trial.folder)
                 changes = read_changes(trial.folder, identity)
-                older += changes is not None and read_changes(trial.folder, identity | VERSION) is None
+                has_mean = changes is not None and MEAN_ACTION in changes
+                older += has_mean and read_changes(trial.folder, identity | VERSION) is None
             except RunError as error:
                 notes.append(str(error))
                 continue

@@ -16,11 +16,11 @@ from stackexp.reports.report import Report, Table
 from stackexp.reports.verdict import measure_seconds
 from stackexp.sequential import (
     LEVEL,
-    MAX_PLANNED,
     POWER,
     compute_deviation_interval,
     count_pairs,
     estimate_deviation,
+    format_pairs,
 )
 from stackexp.sweeps.trials import has_diverged
 from stackexp.sweeps.verdict import PairPlan, Question, QuestionStage, list_undecided
@@ -57,7 +57,7 @@ def format_runs(verdict: Question) -> str:
         needed = count_pairs(plan.effect, plan.deviation, level, degrees=plan.degrees)
         lines.append(
             f"noise   deviation of a pair {plan.deviation:.4f} ({low:.4f} to {high:.4f}): an effect of {plan.effect:g} "
-            f"takes {needed} pairs, {plan.pairs} are planned"
+            f"takes {format_pairs(needed)} pairs, {plan.pairs} are planned"
         )
     return "\n".join(lines)
 
@@ -105,10 +105,10 @@ def build_pair_plan(
     arms with the same seeds, where most arms share them. Raises RunError if no arm has two pairs with the baseline.
     """
     target = Target(effect, arms_of_verdict)
-    arms, _ = load_arms(paths)
+    arms, notes = load_arms(paths)
     grid_base, grids, grid_notes = find_grids(arms, baseline)
     if grid_base:
-        return _plan_grids(grid_base, grids, target, grid_notes)
+        return _plan_grids(grid_base, grids, target, notes + grid_notes)
     finished = {name: rows for name in arms if (rows := select_finished(arms[name]))}
     base = find_baseline(finished, baseline)
     if base is None:
@@ -135,7 +135,8 @@ def build_pair_plan(
         label = f"pooled ({len(pooled)} arms of {len(pooled[0])} pairs)"
         lines.append(_plan_row(label, *pool_deviations(np.array(pooled)), target, hours))
     left_out = [arm for arm in finished if arm not in (base, *differences)]
-    notes = [f"left out, because they have fewer than two pairs ({column}): {', '.join(left_out)}"] if left_out else []
+    if left_out:
+        notes.append(f"left out, because they have fewer than two pairs ({column}): {', '.join(left_out)}")
     return Report([_tabulate_plan(effect, lines)], [*notes, _describe_plan(base, target, column)], [])
 
 
@@ -172,6 +173,6 @@ def _describe_plan(base: str, target: Target, column: str) -> str:
 
 def _plan_row(arm: str, deviation: float, low: float, high: float, target: Target, hours: float) -> list[str]:
     pairs = count_pairs(target.effect, deviation, LEVEL / target.arms)
-    above = "over " if pairs == MAX_PLANNED else ""
-    time = f"{above}{pairs * hours:.1f}" if math.isfinite(hours) else ABSENT
-    return [arm, f"{deviation:.4f} ({low:.4f} to {high:.4f})", f"{above}{pairs}", time]
+    text = format_pairs(pairs)
+    time = text.replace(str(pairs), f"{pairs * hours:.1f}") if math.isfinite(hours) else ABSENT
+    return [arm, f"{deviation:.4f} ({low:.4f} to {high:.4f})", text, time]

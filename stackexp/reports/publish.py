@@ -35,7 +35,8 @@ def copy_run(folder: RunFolder, target: Path) -> None:
     """
     chunks = list(folder.path.glob("*.chunks"))
     data = folder.path / "data.jsonl"
-    paths = [folder.config, folder.result, folder.environment, data, *folder.path.glob("*.json")]
+    earlier = sorted(folder.path.glob("config.step-*.yaml"))
+    paths = [folder.config, *earlier, folder.result, folder.environment, data, *folder.path.glob("*.json")]
     for path in [*paths, *chunks, *(path for root in chunks for path in root.rglob("*"))]:
         if path.is_symlink():
             raise RunError(f"{path}: a symbolic link; replace it by the file")
@@ -49,7 +50,7 @@ def copy_run(folder: RunFolder, target: Path) -> None:
         folder.read_result()
     with create_folder_atomically(target) as new:
         RunFolder(new).mark()
-        for path in (folder.config, folder.result, folder.path / INTERVENTIONS):
+        for path in (folder.config, *earlier, folder.result, folder.path / INTERVENTIONS):
             if path.exists():
                 shutil.copyfile(path, new / path.name)
         if (path := folder.path / FAILURE).exists():

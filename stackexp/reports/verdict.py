@@ -29,10 +29,12 @@ from stackexp.sequential import (
     count_pairs,
     estimate_deviation,
     find_detectable_effect,
+    format_pairs,
 )
 from stackexp.sweeps.controls import ADAPTER, FLOPS, PARAMETERS, PLAIN, SCALE, STREAM
 from stackexp.sweeps.schema import Values, format_value, shorten_keys
 from stackexp.sweeps.sweep import STEPS
+from stackexp.sweeps.trials import has_diverged, has_failed, read_failure
 from stackexp.sweeps.tuning import Tuned, choose_point
 from stackexp.sweeps.verdict import (
     PairPlan,
@@ -63,7 +65,7 @@ def build_verdicts(verdicts: Sequence[Question]) -> Report:
         label = verdict.name.rpartition("/")[2]
         if plan := verdict.read_plan():
             stage, unequal = open_pairs(verdict, plan)
-            notes += [f"{label}: {note}" for note in unequal]
+            notes += [f"{label}: {note}" for note in [*unequal, *describe_failures(stage)]]
             scores, seconds = stage.read_scores(), measure_seconds(stage)
             rows += [[label, *line] for line in _build_lines(judge_pairs(plan, scores), plan, scores, seconds)]
             records += [
@@ -132,7 +134,8 @@ def _build_lines(
     for arm, judgment in judgments.items():
         ratio, sum_of_pair = _compare_seconds(seconds.get(arm, {}), seconds.get(plan.baseline, {}))
         new = _count_new_pairs(judgment, plan, list_differences(plan, scores, arm), len(judgments))
-        outcome = format_outcome(judgment, plan, diverged.get(arm), new, sum_of_pair)
+        left = sum(not {(arm, 0, seed), (plan.baseline, 0, seed)} <= scores.keys() for seed in plan.seeds)
+        outcome = format_outcome(judgment, plan, diverged.get(arm), left, new, sum_of_pair)
         interval = f"{judgment.low:+.4f} to {judgment.high:+.4f}" if math.isfinite(judgment.low) else ABSENT
         mean = f"{judgment.mean:+.4f}" if judgment.pairs else ABSENT
         p = f"{min(1.0, judgment.p_value):.2g}" if judgment.pairs else ABSENT
@@ -142,21 +145,20 @@ def _build_lines(
 
 
 def format_outcome(
-    judgment: Judgment, plan: PairPlan, diverged: int | None, new_pairs: int = 0, seconds: float | None = None
+    judgment: Judgment, plan: PairPlan, diverged: int | None, left: int, new_pairs: int, seconds: float | None
 ) -> str:
     """Return the verdict in words; an undecided one with the diverged seed, or with the pairs it takes and their hours.
 
-    These are the pairs that are left of the plan or, after all of them, `new_pairs` on fresh seeds. The hours are those
+    These are the `left` pairs of the plan or, after all of them, `new_pairs` on fresh seeds. The hours are those
     of both runs of a pair, `seconds`, one after the other.
     """
     if judgment.outcome != Outcome.UNDECIDED:
         return judgment.outcome.describe(plan.effect)
     if diverged is not None:
         return f"undecided: seed {diverged} diverged"
-    left = plan.pairs - judgment.pairs
     missing, kind = (left, "more") if left else (new_pairs, "new")
     hours = f" ({missing * seconds / 3600:.1f} hours)" if seconds else ""
-    return f"undecided: {missing} {kind} pair{'s' * (missing != 1)}{hours}"
+    return f"undecided: {format_pairs(missing)} {kind} pair{'s' * (missing != 1)}{hours}"
 
 
 def _count_new_pairs(judgment: Judgment, plan: PairPlan, differences: Sequence[float], arms: int) -> int:
@@ -225,9 +227,20 @@ def _describe(
                 mean = statistics.fmean(differences)
                 text += f"; decided after {judgment.look} pairs, whose mean is shown; all have {mean:+.4f}"
             notes.append(text)
+    notes += describe_failures(stage)
     diverged = sorted({(arm, seed) for (arm, _, seed), value in scores.items() if not math.isfinite(value)})
     notes += [f"{arm}: seed {seed} has no finite score; its pairs count up to there" for arm, seed in diverged]
     return notes
+
+
+def describe_failures(stage: QuestionStage) -> list[str]:
+    """Return a note for each run that failed without diverging: its pair is missing, so later ones do not count."""
+    failed = {trial.name: trial for trial in stage.trials.values() if has_failed(trial.folder)}
+    return [
+        f"{name}: failed ({read_failure(trial)['cause']}); the pairs after it count once it has run"
+        for name, trial in failed.items()
+        if not has_diverged(trial)
+    ]
 
 
 def _describe_date(plan: PairPlan, stage: QuestionStage) -> str:
@@ -323,7 +336,9 @@ def _build_tuning(verdict: Question, tuned: Tuned) -> Table:
         for count in counts:
             mean, low, high = compute_best_of(losses, count) if count <= len(losses) else (math.nan,) * 3
             curve.append(f"{mean:.4f} ({low:.4f} to {high:.4f})" if math.isfinite(mean) else ABSENT)
-        gain = compute_best_of(losses, len(losses) // 2)[0] - min(losses) if len(losses) > 1 else math.nan
+        halves = (len(losses) // 2, -(-len(losses) // 2)) if len(losses) > 1 else ()  # of an odd number, between both
+        best_of_half = statistics.fmean(compute_best_of(losses, n)[0] for n in halves) if halves else math.nan
+        gain = best_of_half - min(losses)
         enough = "yes" if gain < verdict.config.effect / 2 else "no"
         doubling = f"{gain:.4f}" if math.isfinite(gain) else ABSENT
         shown = ", ".join(f"{names[key]}={format_value(value)}" for key, value in points[chosen][0].items())

@@ -6,12 +6,14 @@ from typing import Any
 import yaml
 
 from stackexp.config.compose import build_dataclass, compose
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import get_group_folder, list_options, read_overrides
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.yaml_files import list_yaml_names, read_file
 from stackexp.errors import ConfigError
 from stackexp.files import write_atomically
 from stackexp.sweeps.question import VerdictConfig
+from stackexp.sweeps.trials import compute_config_hash
 
 QUESTION = "question.yaml"
 PLAIN, PARAMETERS, FLOPS, STREAM = "transformer", "transformer_wide", "transformer_flops", "wider_stream"
@@ -35,8 +37,7 @@ def build_question(
     """
     from stackexp.planning.cost import QUANTITIES, match_models
 
-    chosen = _choose_memory(names, overrides, memory)
-    target = compose(names, [*overrides, *(f"{key}={value}" for key, value in chosen.items())])
+    chosen, target = _compose_target(names, overrides, memory)
     plain = [*overrides, "model.memory=null"]
     arms: dict[str, dict[str, Any]] = {}
     for arm, by, vary in (
@@ -62,7 +63,14 @@ def build_question(
         "arms": [{"name": name} | values for name, values in arms.items()],
         "effect": effect,
         "tuning": {"trials": TRIALS, "space": space},
+        "made_from": compute_config_hash(target),
     }
+
+
+def _compose_target(names: list[str], overrides: list[str], memory: str) -> tuple[dict[str, Any], ExperimentConfig]:
+    """Return the option that chooses the memory, and the config with it."""
+    chosen = _choose_memory(names, overrides, memory)
+    return chosen, compose(names, [*overrides, *(f"{key}={value}" for key, value in chosen.items())])
 
 
 def _choose_memory(names: list[str], overrides: list[str], memory: str) -> dict[str, Any]:
@@ -78,7 +86,8 @@ def write_question(names: list[str], overrides: list[str], memory: str, effect: 
     """Write the verdict's file for a memory with its controls and return its path. An existing file stays as it is.
 
     `effect` is by default that of the file, in a new file 0.01. Raises ConfigError if an arm or the search sets an
-    option of `overrides`, or if the existing file has another config, other overrides or another effect.
+    option of `overrides`, or if the existing file is for another config, for other overrides, another effect or
+    another working folder.
     """
     root = Path(compose(names, overrides).logging.root)
     name = "-".join(["verdict", *(Path(config).stem for config in names), memory])
@@ -91,6 +100,14 @@ def write_question(names: list[str], overrides: list[str], memory: str, effect: 
             raise ConfigError(f"{path}: has other overrides; change them there, or move the folder elsewhere")
         if effect not in (None, existing.effect):
             raise ConfigError(f"{path}: has effect: {existing.effect:g}; change it there, or move the folder elsewhere")
+        if existing.folder not in (None, str(Path.cwd())):
+            raise ConfigError(f"{path}: reads the configs of {existing.folder}; call it there, or set logging.root")
+        target = compute_config_hash(_compose_target(names, overrides, memory)[1])
+        if existing.made_from not in (None, target):
+            raise ConfigError(
+                f"{path}: its controls are those of an earlier {', '.join(names)}; undo the change, or move the folder "
+                "elsewhere"
+            )
         return path
     tree = build_question(names, overrides, memory, effect or VerdictConfig.effect)
     chosen = {"seed", *tree["tuning"]["space"], *(option for arm in tree["arms"] for option in list_options(arm))}

@@ -16,7 +16,7 @@ from stackexp.sweeps.tuning import Tuning
 
 MAX_TUNED = 3
 """Options that a file may tune for an arm: the learning rate and two more."""
-FREE = ("name", "folder", "each", "stop_when_decided", "interventions_chunks", "resources", "retries")
+FREE = ("name", "folder", "each", "stop_when_decided", "interventions_chunks", "resources", "retries", "made_from")
 """Keys of the file that may change after the plan."""
 TOKENS = "tokens"
 """Key of an arm that sets its steps by their tokens."""
@@ -51,6 +51,7 @@ class VerdictConfig:
     interventions_chunks: int = option(64, min=0)  # of each validation set; 0 measures no interventions
     resources: Resources = field(default_factory=Resources)
     retries: int = option(0, min=0)
+    made_from: Optional[str] = None  # the hash of the config that `verdict --memory` wrote the file for
 
     def find_errors(self) -> Errors:
         """Check the arms, their names, and that no tuning seed is a seed of the pairs."""

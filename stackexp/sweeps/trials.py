@@ -29,7 +29,7 @@ TAIL_BYTES = 2**16
 START_MARK = "=== started "
 """Begins a line of log.txt before the output of each attempt."""
 
-FAILURE = "failure.json"
+CLAIM, FAILURE = ".claim", "failure.json"
 DIVERGED = re.compile(r"^step \d+: loss \S+ with gradient norm ")
 """The error of a training whose loss or gradient is not finite."""
 
@@ -55,7 +55,7 @@ class Trial:
     @property
     def claim(self) -> Path:
         """The lock file of the worker that runs the trial; it contains a `Claim`."""
-        return self.folder.path / ".claim"
+        return self.folder.path / CLAIM
 
     @property
     def is_settled(self) -> bool:
@@ -220,9 +220,10 @@ def read_objective(trial: Trial, objective: str) -> tuple[float | None, str]:
 
 def find_changed_option(trial: Trial, steps: int) -> str:
     """Return the option that a finished run of `steps` steps has changed from its trial's config, "" if none."""
-    changed = find_changed_keys(trial.folder.read_options(), flatten_config(trial.config), AFFECT_RESULTS)
-    is_longer = steps > trial.config.trainer.max_steps
-    return next(iter(changed), "trainer.max_steps" if is_longer else "")
+    ours, is_longer = flatten_config(trial.config), steps > trial.config.trainer.max_steps
+    used = [trial.folder.read_options(), *trial.folder.read_earlier_options().values()]
+    changed = (key for options in used for key in find_changed_keys(options, ours, AFFECT_RESULTS))
+    return next(changed, "trainer.max_steps" if is_longer else "")
 
 
 def get_number(result: dict[str, Any], path: str, missing: float | None = None) -> float:
@@ -284,7 +285,9 @@ def count_failures(trial: Trial) -> int:
 def read_score(trial: Trial, objective: str) -> float:
     """Return the score of a finished trial. Raises RunError if the run was resumed with another config."""
     path, result, steps = trial.folder.path, trial.folder.read_result(), trial.config.trainer.max_steps
-    if changed := find_changed_option(trial, result.steps or 0):
+    if result.steps is None:
+        raise RunError(f"{path}: result.json has no steps; it is not that of a finished run, so remove the folder")
+    if changed := find_changed_option(trial, result.steps):
         raise RunError(f"{path}: was resumed with another {changed} than the verdict's; move the folder elsewhere")
     if result.steps < steps:
         raise RunError(f"{path}: ended at step {result.steps} of {steps}; remove the callback that ended it")
@@ -297,6 +300,12 @@ def read_score(trial: Trial, objective: str) -> float:
 def has_diverged(trial: Trial) -> bool:
     """Return True if the last attempt ended because its loss or gradient was not finite."""
     return bool(DIVERGED.search(read_failure(trial).get("cause", "")))
+
+
+def find_unrecorded_divergence(trial: Trial) -> bool:
+    """Return True if the last attempt diverged, but its worker was killed or stopped before it recorded that."""
+    failure = read_failure(trial)
+    return (not failure or failure.get("tried_again", False)) and bool(DIVERGED.search(find_cause(trial, 1)))
 
 
 def reset_retries(trial: Trial) -> None:

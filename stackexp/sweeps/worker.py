@@ -32,6 +32,7 @@ from stackexp.sweeps.trials import (
     Claim,
     Trial,
     count_failures,
+    find_unrecorded_divergence,
     has_diverged,
     has_worker,
     read_claim,
@@ -229,6 +230,10 @@ class Worker:
             lock.close()
             return False
         claim = Claim(*self._machine.location, pid=None, devices=trial.shape[1], gpus=gpus)
+        if find_unrecorded_divergence(trial):
+            record_failure(trial, RunError.exit_code)
+            lock.close()
+            return False
         write_claim(lock, claim)
         write_atomically(trial.folder.config, to_yaml(trial.config))
         if failure := read_failure(trial):
@@ -359,7 +364,8 @@ def run_sweep(
     write_atomically(sweep.folder / COPY, sweep.to_yaml())
     (sweep.folder / STOP).unlink(missing_ok=True)
     for trial in sweep.trials if only is None else only:
-        reset_retries(trial)
+        if only is None or not has_diverged(trial):  # of a verdict: another process may have just recorded it
+            reset_retries(trial)
     print(f"sweep folder  {sweep.folder}", flush=True)
     if worker:
         worker.run()

@@ -145,25 +145,31 @@ class Remove(Verb):
     def run(self, args: Namespace) -> int:
         from stackexp import runs
         from stackexp.errors import FolderBusyError, RunError
+        from stackexp.files import is_locked, try_lock
         from stackexp.frame import read_run
         from stackexp.reports.compare import format_size
+        from stackexp.sweeps.trials import CLAIM
 
         marked = [runs.RunFolder(Path(path)) for path in args.runs]  # a run that failed early has no config.yaml
         folders = [folder if folder.is_marked else runs.open_run(str(folder.path)) for folder in marked]
         folders = list({folder.path.resolve(): folder for folder in folders}.values())
+        busy = "{}: another process uses this folder; stop it first"
         for folder in folders:
             if folder.path.is_symlink():
                 raise RunError(f"{folder.path}: a symbolic link; give the run folder, {folder.path.resolve()}")
             folder.check_ownership()
             row = read_run(folder)
-            if row["state"] == "running":
-                raise FolderBusyError(f"{folder.path}: another process uses this folder; stop it first")
+            if row["state"] == "running" or is_locked(folder.path / CLAIM):
+                raise FolderBusyError(busy.format(folder.path))
             text = f"{row['state']}, step {row['step']}, {format_size(row['bytes'])}"
             print(f"{folder.path}: {text}{'' if args.yes else ' (kept)'}")
         if not args.yes:
             print("add --yes to delete these folders")
             return 0
         for folder in folders:
-            with folder.lock():
+            claim = try_lock(folder.path / CLAIM)  # against a worker that starts this trial now
+            if claim is None:
+                raise FolderBusyError(busy.format(folder.path))
+            with claim, folder.lock():
                 shutil.rmtree(folder.path)
         return 0
