@@ -170,12 +170,18 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 def write_json(path: Path, value: Any, *, indent: int = 2) -> None:
     """Write a JSON file atomically; infinity and NaN in nested dicts and lists become null."""
-    write_atomically(path, json.dumps(replace_non_finite(value), indent=indent, ensure_ascii=False) + "\n")
+    value = replace_non_finite(value, in_lists=True)
+    write_atomically(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
 
 
 def write_hashed_json(path: Path, contents: dict[str, Any]) -> None:
-    """Write a JSON file atomically, with a SHA-256 of its contents by which `read_hashed_json` detects any change."""
-    write_json(path, contents | {"sha256": hash_values(replace_non_finite(contents))})
+    """Write a JSON file atomically, with a SHA-256 of its contents by which `read_hashed_json` detects any change.
+
+    Infinity and NaN become null in nested dicts, but not in lists: readers of benchmarks.json expect NaN there.
+    """
+    contents = replace_non_finite(contents)
+    contents |= {"sha256": hash_values(contents)}
+    write_atomically(path, json.dumps(contents, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_hashed_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -190,12 +196,12 @@ def read_hashed_json(path: Path, remedy: str) -> dict[str, Any]:
     return contents
 
 
-def replace_non_finite(value: Any) -> Any:
-    """Replace infinity and NaN, which JSON does not have, by None in nested dicts and lists."""
+def replace_non_finite(value: Any, in_lists: bool = False) -> Any:
+    """Replace infinity and NaN, which JSON does not have, by None in nested dicts, and on request in lists."""
     if isinstance(value, dict):
-        return {key: replace_non_finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [replace_non_finite(item) for item in value]
+        return {key: replace_non_finite(item, in_lists) for key, item in value.items()}
+    if isinstance(value, list) and in_lists:
+        return [replace_non_finite(item, in_lists) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,5 +1,7 @@
 """The decoder as a language model of lm-eval: batches, windows, answers and generation."""
 
+import math
+
 import pytest
 import torch
 
@@ -122,6 +124,9 @@ def test_generation_stops_before_the_first_stop_string_or_at_the_limit():
     stop = free[3:5]
     (text,) = lm.generate_until([ask("generate_until", "ab", {"until": ["never seen", stop], "max_gen_toks": 8})])
     assert text == free[: free.index(stop)]
+    with torch.no_grad():
+        lm.model.norm.weight.fill_(math.nan)
+    assert lm.generate_until([ask("generate_until", "ab", {"max_gen_toks": 8})]) == [""], "a diverged model"
     assert limit_new_tokens({}, 1024) == 256
     assert limit_new_tokens({"max_new_tokens": 150, "max_gen_toks": None}, 1024) == 150
     assert limit_new_tokens({"max_tokens": 150}, 200) == 100

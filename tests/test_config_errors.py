@@ -131,7 +131,6 @@ MISTAKES = {
             ["data.path=null", "data.streams={a: {path: x}, b: {path: y}}", "data.shuffle=false"],
             "data.shuffle: without it, an epoch reads one stream after the other; set data.shuffle=true",
         ),
-        (["data.shuffle=false", "data.shuffle_seed=1"], "data.shuffle_seed: has no effect with data.shuffle: false"),
         (["data.path=null", "data.streams.a.proportion=1"], "data.streams.a.path: a stream requires a path, a remote"),
         (["data.path=null", "data.streams={a: {path: x, proportion: 1}, b: {path: y}}"], "to all streams or to none"),
         (["data.path=null", "data.streams.a={path: x, proportion: 1, repeat: 2}"], "proportion or repeat, not both"),

@@ -206,6 +206,11 @@ def test_no_reshard_after_forward_keeps_blocks_gathered():
     assert make_plan(small(*sharded)).validation.gathered >= 4 * (root + 8 * memory) + 2 * 2 * block, "in float32"
 
 
+def test_recurrent_models_have_no_memories_to_gather():
+    sharded = ["trainer.strategy=fsdp", "trainer.devices=4", "trainer.precision=bf16-mixed"]
+    assert make_plan(compose(["formal/lstm"], sharded)).training.gathered > 0
+
+
 def test_ddp_on_one_device_has_buckets_too():
     assert make_plan(small()).training.gathered == 0
     config = small("trainer.strategy=ddp")

@@ -50,6 +50,9 @@ def test_failed_atomic_write_keeps_the_old_file(tmp_path):
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):
+    path, contents = tmp_path / "b.json", {"a": [math.nan, 1.0], "b": math.nan}
+    files.write_hashed_json(path, contents)
+    assert str(files.read_hashed_json(path, "")) == "{'a': [nan, 1.0], 'b': None}"
     files.write_json(tmp_path / "a.json", {"a": [math.nan, {"b": math.inf}, 1.0], "c": -math.inf})
     text = (tmp_path / "a.json").read_text()
     assert json.loads(text, parse_constant=pytest.fail) == {"a": [None, {"b": None}, 1.0], "c": None}

@@ -124,5 +124,5 @@ def test_runs_that_the_plan_leaves_out_are_named(tmp_path, invoke):
     finish(write_run(tmp_path / "queue-seed=0-01234567", "model.memory=queue", seed=0), 4.0)
     write_run(tmp_path / "begun-seed=0-01234568", seed=0)
     printed = invoke("plan", "--effect", "0.05", "--runs", tmp_path, "--baseline", "wide")
-    assert "left out, without data.shuffle_seed: queue" in printed
+    assert "- left out, without data.shuffle_seed: queue\n" in printed
     assert "unfinished, `python -m stackexp fit --run RUN` resumes one" in printed

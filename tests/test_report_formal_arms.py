@@ -172,6 +172,7 @@ def test_a_setting_counts_only_with_trials_on_all_tasks(tmp_path, invoke):
     for trial, task in enumerate(("parity_check", "even_pairs", "parity_check", "even_pairs")):
         run = tmp_path / f"{task}/tuning/lstm-{trial}-seed=50-01234567"
         finish(write_run(run, "LSTM", task, f"optimizer.lr=0.00{trial + 1}", seed=50), beyond=0.0, validation=0.5)
+    assert "lstm: left out, no setting has" in invoke("report formal --arms --one-setting", tmp_path, expect=1)
     for task in ("parity_check", "even_pairs"):
         run = tmp_path / f"{task}/tuning/transformer-0-seed=50-01234567"
         finish(write_run(run, "Transformer", task, "optimizer.lr=0.001", seed=50), beyond=0.0, validation=0.5)
@@ -179,6 +180,12 @@ def test_a_setting_counts_only_with_trials_on_all_tasks(tmp_path, invoke):
         finish(write_run(run, "Transformer", task, "optimizer.lr=0.001", seed=100), beyond=0.5)
     run = tmp_path / "parity_check/tuning/transformer-1-seed=50-01234567"
     finish(write_run(run, "Transformer", "parity_check", "optimizer.lr=0.002", seed=50), beyond=0.0, validation=1.0)
+    run = tmp_path / "parity_check/tuning/transformer-1-seed=51-01234567"  # a second seed of the better rate only
+    finish(write_run(run, "Transformer", "parity_check", "optimizer.lr=0.001", seed=51), beyond=0.0, validation=0.5)
+    run = tmp_path / "even_pairs/tuning/transformer-1-seed=51-01234567"
+    finish(write_run(run, "Transformer", "even_pairs", "optimizer.lr=0.001", seed=51), beyond=0.0, validation=0.5)
+    run = tmp_path / "even_pairs/tuning/transformer-2-seed=50-01234567"
+    finish(write_run(run, "Transformer", "even_pairs", "optimizer.lr=0.002", seed=50), beyond=0.0, validation=1.0)
     printed = invoke("report formal --arms --one-setting", tmp_path)
     assert "lstm: left out, no setting has finished trials on all of even_pairs, parity_check" in printed
     assert "One setting of transformer: optimizer.lr=0.001; mean validation accuracy of 0.500 over" in printed

@@ -322,17 +322,22 @@ def test_a_memory_is_compared_with_its_controls(empty_folder, invoke):
     assert "effect: 0.02" in written
 
 
-def test_the_controls_of_a_changed_config_are_refused(empty_folder, monkeypatch, invoke):
+def test_the_controls_of_a_changed_config_are_refused(tmp_path, empty_folder, monkeypatch, invoke):
     monkeypatch.setattr("stackexp.planning.cost.match_models", lambda *_: (128, 1.0))  # takes seconds
     config, command = Path("mine.yaml"), "verdict --memory queue --config mine.yaml --dry-run"
-    text = f"defaults: [ablation/small]\nlogging: {{root: {empty_folder}/runs}}\n"
+    text = f"defaults: [ablation/small]\nlogging: {{root: {tmp_path}/runs}}\n"
     config.write_text(text)
     invoke(command)
     invoke(command)
     Path("elsewhere").mkdir()
     with contextlib.chdir("elsewhere"):
         Path("mine.yaml").write_text(text)
-        assert f"reads the configs of {empty_folder}; call it there" in invoke(command, expect=2)
+        assert f"reads mine.yaml in the folder {tmp_path}; change `folder` there" in invoke(command, expect=2)
+        shipped = f"verdict --memory queue --config ablation/small --dry-run logging.root={tmp_path}/runs"
+        invoke(shipped)
+    invoke(shipped)
+    config.write_text(text + "seed: 5\ntrainer: {val_check_interval: 50}\n")
+    invoke(command)
     config.write_text(text + "optimizer: {lr: 0.002}\n")
     assert "its controls are those of an earlier mine.yaml; undo the change, or move" in invoke(command, expect=2)
 

@@ -38,8 +38,11 @@ def test_runs_that_are_no_pair_or_of_another_config_are_refused(question, invoke
     assert "result.json has no steps" in report()
     write_hashed_json(folder / "result.json", {key: result[key] for key in result if key != "sha256"})
     earlier = folder / "config.step-5.yaml"
-    earlier.write_text((folder / "config.yaml").read_text().replace("eval_sequences: null", "eval_sequences: 3"))
-    assert "was resumed with another data.eval_sequences" in report()
+    text = (folder / "config.yaml").read_text()
+    earlier.write_text(text.replace("eval_sequences: null", "eval_sequences: 3"))
+    invoke("verdict", question.path, "--report")  # only the last validation counts
+    earlier.write_text(text.replace("skip_spikes: false", "skip_spikes: true"))
+    assert "was resumed with another trainer.skip_spikes" in report()
     copies = question.folder.with_name("copies")
     invoke("runs copy", folder, "--to", copies)
     assert list(copies.glob("**/config.step-5.yaml"))

@@ -312,7 +312,7 @@ def _find_names(text: str, key: str = "") -> list[str]:
 
 
 def _resolve_dots(name: str, key: str) -> str:
-    """Return the full key of a name that starts with a dot for each level up from `key`."""
+    """Return the full key of a name that starts with a dot for each level up from `key`. A list is no level."""
     short = name.lstrip(".")
     above = key.split(".")[: -(len(name) - len(short)) or None]
     return ".".join([*above, short]) if short != name else name

@@ -82,8 +82,6 @@ class DataConfig:
             yield "data.document_mask", f"not supported by model.memory.axis: {axis}; use false"
         if self.document_mask and not hasattr(model, "memory_axis"):
             yield "data.document_mask", f"not supported by model.kind: {model.kind}; use false"
-        if self.shuffle_seed is not None and not self.shuffle:
-            yield "data.shuffle_seed", "has no effect with data.shuffle: false; set it to null"
         batch, step = self.global_batch_tokens, config.tokens_per_pass
         if is_training and batch % step:
             factors = "trainer.devices * trainer.num_nodes * data.micro_batch_size * data.context_length"

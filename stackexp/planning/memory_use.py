@@ -281,7 +281,8 @@ def _compute_communication_bytes(trainer: TrainerConfig, model: Transformer, is_
         return total if trainer.strategy == "ddp" or trainer.world_size > 1 else 0
     blocks, memories = [sum_bytes(layer.parameters()) for layer in model.layers], 0
     if trainer.precision == "bf16-mixed":  # memories stay gathered in float32; see `shard_model`
-        own = [sum_bytes(p for memory in layer.memories for p in memory.parameters()) for layer in model.layers]
+        in_layers = [getattr(layer, "memories", ()) for layer in model.layers]  # recurrent layers have none
+        own = [sum_bytes(p for memory in found for p in memory.parameters()) for found in in_layers]
         blocks, memories = [block - part for block, part in zip(blocks, own, strict=True)], sum(own)
     root, reduced = total - memories - sum(blocks), max(blocks)
     gathered = [size // 2 if trainer.precision == "bf16-mixed" else size for size in blocks]

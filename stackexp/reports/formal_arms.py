@@ -126,7 +126,8 @@ def choose_settings(runs: Sequence[FormalRun]) -> tuple[dict[str, dict[str, Any]
     """Choose one setting of each arm for all tasks, {arm: {option: value}}, and describe it in notes.
 
     The setting is the trial with the highest mean validation accuracy over the tasks that the arm is tuned on; of equal
-    ones, the first. A `verdict` has the same trials on every task. Raises RunError without finished trials.
+    ones, the first. A `verdict` has the same trials on every task. Raises RunError without finished trials, or
+    if no arm has a setting that is tried on all tasks.
     """
     trials: dict[str, list[FormalRun]] = defaultdict(list)
     for run in runs:
@@ -144,11 +145,11 @@ def choose_settings(runs: Sequence[FormalRun]) -> tuple[dict[str, dict[str, Any]
         points: dict[str, list[FormalRun]] = defaultdict(list)
         for run in tried:
             points[json.dumps([run.row.get(key) for key in searched])].append(run)
-        tasks = {run.task for run in tried}
+        tasks, runs_of_all = {run.task for run in tried}, {(run.task, run.row["seed"]) for run in tried}
         means = [
             (statistics.fmean(run.row["validation_accuracy"] for run in point), point[0].row)
             for point in points.values()
-            if {run.task for run in point} == tasks  # others cannot be compared
+            if {(run.task, run.row["seed"]) for run in point} == runs_of_all  # others cannot be compared
         ]
         if not means:
             notes.append(f"{arm}: left out, no setting has finished trials on all of {', '.join(sorted(tasks))}")
@@ -158,6 +159,8 @@ def choose_settings(runs: Sequence[FormalRun]) -> tuple[dict[str, dict[str, Any]
         listed = ", ".join(f"{key}={format_value(value)}" for key, value in settings[arm].items())
         score = f"mean validation accuracy of {mean:.3f} over the {len(tasks)} tuned tasks"
         notes.append(f"One setting of {arm}: {listed}; {score}")
+    if not settings:
+        raise RunError("; ".join(notes))
     return settings, notes
 
 

@@ -58,7 +58,7 @@ def find_grids(arms: Arms, baseline: str | None) -> tuple[str | None, dict[str, 
     base = find_baseline(groups, baseline)
     if base is None:
         return None, {}, []
-    others = [name for name in arms if name not in groups and select_finished(arms[name])]
+    others = [name for name in arms if any(row.get(ORDER_SEED) is None for row in select_finished(arms[name]))]
     comparisons, notes = [], [f"left out, without {ORDER_SEED}: {', '.join(others)}"] if others else []
     for arm, members in groups.items():
         if arm == base:

@@ -5,15 +5,15 @@ from typing import Any
 
 import yaml
 
+from stackexp.config.affects import AFFECT_RESULTS, remove_defaults
 from stackexp.config.compose import build_dataclass, compose
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.layers import get_group_folder, list_options, read_overrides
+from stackexp.config.layers import get_group_folder, list_config_names, list_options, read_overrides
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.yaml_files import list_yaml_names, read_file
 from stackexp.errors import ConfigError
-from stackexp.files import write_atomically
+from stackexp.files import hash_values, write_atomically
 from stackexp.sweeps.question import VerdictConfig
-from stackexp.sweeps.trials import compute_config_hash
 
 QUESTION = "question.yaml"
 PLAIN, PARAMETERS, FLOPS, STREAM = "transformer", "transformer_wide", "transformer_flops", "wider_stream"
@@ -63,7 +63,7 @@ def build_question(
         "arms": [{"name": name} | values for name, values in arms.items()],
         "effect": effect,
         "tuning": {"trials": TRIALS, "space": space},
-        "made_from": compute_config_hash(target),
+        "made_from": _hash_target(target),
     }
 
 
@@ -71,6 +71,12 @@ def _compose_target(names: list[str], overrides: list[str], memory: str) -> tupl
     """Return the option that chooses the memory, and the config with it."""
     chosen = _choose_memory(names, overrides, memory)
     return chosen, compose(names, [*overrides, *(f"{key}={value}" for key, value in chosen.items())])
+
+
+def _hash_target(target: ExperimentConfig) -> str:
+    """Return a hash of the options that controls and search follow from."""
+    model, lr = remove_defaults(target, AFFECT_RESULTS).get("model"), target.optimizer.lr
+    return hash_values({"model": model, "lr": lr, "context_length": target.data.context_length})[:8]
 
 
 def _choose_memory(names: list[str], overrides: list[str], memory: str) -> dict[str, Any]:
@@ -100,10 +106,10 @@ def write_question(names: list[str], overrides: list[str], memory: str, effect: 
             raise ConfigError(f"{path}: has other overrides; change them there, or move the folder elsewhere")
         if effect not in (None, existing.effect):
             raise ConfigError(f"{path}: has effect: {existing.effect:g}; change it there, or move the folder elsewhere")
-        if existing.folder not in (None, str(Path.cwd())):
-            raise ConfigError(f"{path}: reads the configs of {existing.folder}; call it there, or set logging.root")
-        target = compute_config_hash(_compose_target(names, overrides, memory)[1])
-        if existing.made_from not in (None, target):
+        files = [Path(name) for name in names if name not in list_config_names()]
+        if existing.folder and any(Path(existing.folder, file).resolve() != file.resolve() for file in files):
+            raise ConfigError(f"{path}: reads {files[0]} in the folder {existing.folder}; change `folder` there")
+        if existing.made_from not in (None, _hash_target(_compose_target(names, overrides, memory)[1])):
             raise ConfigError(
                 f"{path}: its controls are those of an earlier {', '.join(names)}; undo the change, or move the folder "
                 "elsewhere"

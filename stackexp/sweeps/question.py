@@ -51,7 +51,7 @@ class VerdictConfig:
     interventions_chunks: int = option(64, min=0)  # of each validation set; 0 measures no interventions
     resources: Resources = field(default_factory=Resources)
     retries: int = option(0, min=0)
-    made_from: Optional[str] = None  # the hash of the config that `verdict --memory` wrote the file for
+    made_from: Optional[str] = None  # the hash of the options that `verdict --memory` has written the controls for
 
     def find_errors(self) -> Errors:
         """Check the arms, their names, and that no tuning seed is a seed of the pairs."""

@@ -221,9 +221,10 @@ def read_objective(trial: Trial, objective: str) -> tuple[float | None, str]:
 def find_changed_option(trial: Trial, steps: int) -> str:
     """Return the option that a finished run of `steps` steps has changed from its trial's config, "" if none."""
     ours, is_longer = flatten_config(trial.config), steps > trial.config.trainer.max_steps
-    used = [trial.folder.read_options(), *trial.folder.read_earlier_options().values()]
-    changed = (key for options in used for key in find_changed_keys(options, ours, AFFECT_RESULTS))
-    return next(changed, "trainer.max_steps" if is_longer else "")
+    changed = [*find_changed_keys(trial.folder.read_options(), ours, AFFECT_RESULTS)]
+    for options in trial.folder.read_earlier_options().values():  # of the first steps, whose validations do not count
+        changed += find_changed_keys(options, ours, ("training", "continuation", "location"))
+    return next(iter(changed), "trainer.max_steps" if is_longer else "")
 
 
 def get_number(result: dict[str, Any], path: str, missing: float | None = None) -> float:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from stackexp.data.tokenizer import encode_text, get_end_of_text_id
 from stackexp.errors import RunError
 from stackexp.evaluation.generation import inference_mode
-from stackexp.models.generation import generate
+from stackexp.models.generation import NonFiniteLogitsError, generate
 from stackexp.models.transformer import Transformer
 
 Request = tuple[Any, list[int], list[int]]
@@ -170,7 +170,10 @@ class RunModel(WholeAnswers):
         def should_stop(new: torch.Tensor) -> list[bool]:
             return [any(stop in self._decode(row) for stop in stops) for row in new.tolist()]
 
-        output = generate(self.model, tokens, limit, temperature=0, stop_token=self._end, should_stop=should_stop)
+        try:
+            output = generate(self.model, tokens, limit, temperature=0, stop_token=self._end, should_stop=should_stop)
+        except NonFiniteLogitsError:  # a diverged model has no answers
+            return [""] * len(batch)
         return [postprocess_generated_text(self._decode(row), list(stops), None) for row in output[:, start:].tolist()]
 
     def _decode(self, tokens: list[int]) -> str:
