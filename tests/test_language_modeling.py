@@ -9,6 +9,7 @@ import torch
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
 from stackexp.modules.language_modeling import LanguageModeling
+from stackexp.modules.metrics import read_first_rows
 from stackexp.sweeps.trials import DIVERGED
 
 SMALL = ["model.hidden_size=16", "model.num_layers=2", "model.intermediate_size=16", "model.num_heads=2"]
@@ -96,3 +97,16 @@ def test_probes_are_named_by_layer_and_site(memory, names):
     config = compose(["quickstart"], ["model.num_layers=3", "model.hidden_size=32", f"model.memory={memory}"])
     module = LanguageModeling(config)
     assert [module._name_memory(i) for i in range(len(module.model.memories))] == names
+
+
+def test_probed_rows_are_complete_chunks():
+    """An incomplete last chunk is padded; alone, it is cut."""
+
+    def read(*lengths: int) -> list[list[int]]:
+        rows = torch.tensor([[i] * length + [0] * (4 - length) for i, length in enumerate(lengths, 1)])
+        parts = zip(rows.split(2), torch.arange(len(rows)).split(2), torch.tensor(lengths).split(2), strict=True)
+        batches = [{"tokens": tokens, "index": index, "length": length} for tokens, index, length in parts]
+        return read_first_rows(SimpleNamespace(build_eval_loader=lambda *_, **__: batches), None).tolist()
+
+    assert read(4, 4, 2) == [[1] * 4, [2] * 4]
+    assert read(2) == [[1] * 2]

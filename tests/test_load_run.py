@@ -114,6 +114,17 @@ def test_a_run_is_loaded_in_the_precision_of_its_weights(tiny, tmp_path, precisi
     assert torch.equal(run.logits("left of the house"), before), "an evaluation changes nothing"
 
 
+def test_a_run_whose_last_step_diverged_is_finished_without_a_text(tiny, tmp_path, invoke):
+    rate = ["optimizer.lr=1e30", "schedule.warmup_steps=0", "schedule.kind=linear", "trainer.max_steps=1"]
+    invoke("fit --config", tiny, *rate)
+    folder = only_run(tmp_path / "runs")
+    figures = folder.read_result().figures
+    assert figures["sample"] is None
+    assert figures["average"]["loss"] is None
+    error = invoke("generate --prompt a --run", folder.path, expect=1)
+    assert error.startswith("error: the logits are not finite: the weights have diverged")
+
+
 def test_modified_runs_have_the_same_weights_and_another_memory(trained):
     run = stackexp.load_run(trained)
     changed = run.modify(read_mask="log")
