@@ -174,8 +174,8 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, context_length: int) ->
     end_id = get_end_of_text_id(tokenizer)
     end = tokenizer.id_to_token(end_id)
     if end_id in tokenizer.encode(end, add_special_tokens=False).ids:
-        note = f"note: the exported tokenizer reads {end} in a text as the end of a document; training has spelled it"
-        print(note, file=sys.stderr)
+        problem = f"the exported tokenizer reads {end} in a text as the end of a document, unlike training"
+        print(f"note: {problem}", file=sys.stderr)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **dict.fromkeys(("bos_token", "eos_token", "pad_token"), end),

@@ -164,8 +164,8 @@ def compare_states(samples: dict[int, tuple[np.ndarray, np.ndarray]]) -> dict[in
     `shift` is the root mean square distance of the center of a state from its center at lengths up to
     REFERENCE_LENGTH, over the distance of two centers there.
 
-    States with one token are left out, as are lengths with fewer than two states, vectors that are constant, and the
-    shift if no state occurs at both.
+    States with one token are left out, as are lengths with fewer than two states, and vectors that are constant. A
+    length none of whose states occurs up to REFERENCE_LENGTH has no `shift`.
     """
     near = [sample for length, sample in samples.items() if length <= REFERENCE_LENGTH]
     reference, _ = find_centers(*(np.concatenate(parts) for parts in zip(*near, strict=True)))

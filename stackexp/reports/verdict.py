@@ -65,7 +65,7 @@ def build_verdicts(verdicts: Sequence[Question]) -> Report:
         label = verdict.name.rpartition("/")[2]
         if plan := verdict.read_plan():
             stage, unequal = open_pairs(verdict, plan)
-            notes += [f"{label}: {note}" for note in [*unequal, *describe_failures(stage)]]
+            notes += [f"{label}: {note}" for note in [*unequal, *_describe_failures(stage)]]
             scores, seconds = stage.read_scores(), measure_seconds(stage)
             rows += [[label, *line] for line in _build_lines(judge_pairs(plan, scores), plan, scores, seconds)]
             records += [
@@ -227,13 +227,13 @@ def _describe(
                 mean = statistics.fmean(differences)
                 text += f"; decided after {judgment.look} pairs, whose mean is shown; all have {mean:+.4f}"
             notes.append(text)
-    notes += describe_failures(stage)
+    notes += _describe_failures(stage)
     diverged = sorted({(arm, seed) for (arm, _, seed), value in scores.items() if not math.isfinite(value)})
     notes += [f"{arm}: seed {seed} has no finite score; its pairs count up to there" for arm, seed in diverged]
     return notes
 
 
-def describe_failures(stage: QuestionStage) -> list[str]:
+def _describe_failures(stage: QuestionStage) -> list[str]:
     """Return a note for each run that failed without diverging: its pair is missing, so later ones do not count."""
     failed = {trial.name: trial for trial in stage.trials.values() if has_failed(trial.folder)}
     return [
