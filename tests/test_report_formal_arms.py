@@ -6,6 +6,7 @@ import shutil
 from formal_runs import finish, write_run
 
 from stackexp.files import read_hashed_json, write_hashed_json, write_json
+from stackexp.reports.formal_arms import find_best_arms
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 
@@ -30,10 +31,25 @@ def test_arms_have_means_intervals_and_solved_seeds(tmp_path, invoke):
     # Student's t with two degrees of freedom: 4.303 * 0.1 / sqrt(3) = 0.248, 4.303 * 0.02887 / sqrt(3) = 0.0717
     assert "| parity_check | 0.60 (0.35 to 0.85) | **0.98** (0.91 to 1.00) |" in " ".join(printed.split())
     assert "| parity_check | 0/3 | 2/3 |" in " ".join(printed.split())
-    assert f"| repl_s3 (21 to 200) | **0.33** | {ABSENT} |" in " ".join(printed.split())
+    assert f"| repl_s3 (21 to 200) | 0.33 | {ABSENT} |" in " ".join(printed.split())
     assert f"| repl_s3 (21 to 200) | 0/1 | {ABSENT} |" in " ".join(printed.split())
     assert "without a recorded time" not in printed
     assert "| hours | 1.2 | 1.0 |" in " ".join(printed.split()), "the tuning counts as cost, not as a score"
+
+
+def test_best_arms_are_those_that_none_beats():
+    solved, mixed, guessing = [1.0] * 5, [1.0, 1.0, 1.0, 1.0, 0.5], [0.5, 0.5, 0.51, 0.49, 0.5]
+    assert find_best_arms({"a": guessing, "b": mixed, "c": solved}) == {"b", "c"}
+    assert find_best_arms({"a": guessing, "b": [0.49, 0.5, 0.51, 0.5, 0.51]}) == set(), "all are guessing"
+    assert find_best_arms({"a": solved, "b": solved, "c": guessing}) == {"a", "b"}
+    # 21 of 252 permutations have at least this difference
+    below = {"b": [1.0, 1.0, 0.5, 0.5, 0.5]}
+    assert find_best_arms({"a": solved, **below}) == set()
+    assert find_best_arms({"a": solved, "c": guessing[:1]}) == set(), "one seed decides nothing"
+    # One of 252 permutations, times the arms by Holm's method: 12 arms are significant, 13 are not
+    assert find_best_arms({"a": solved, **dict.fromkeys("bcdefghijklm", guessing)}) == {"a"}
+    assert find_best_arms({"a": solved, **dict.fromkeys("bcdefghijklmn", guessing)}) == set()
+    assert find_best_arms({"a": solved}) == find_best_arms({}) == set()
 
 
 def test_columns_name_what_is_the_papers_and_what_is_ours(tmp_path, invoke):
@@ -132,7 +148,7 @@ def test_one_setting_may_have_another_kind(tmp_path, invoke):
         run = tmp_path / f"parity_check/pairs/transformer-seed={seed}-01234567"
         finish(write_run(run, "Transformer", "parity_check", *options, seed=seed), beyond=score)
     printed = " ".join(invoke("report formal --arms --one-setting --markdown", tmp_path).split())
-    assert "| parity_check | **0.25** |" in printed
+    assert "| parity_check | 0.25 |" in printed
     assert "One setting of transformer: optimizer.kind=adamw" in printed
 
 
@@ -154,14 +170,14 @@ def test_one_setting_is_chosen_over_all_tasks(tmp_path, invoke):
         finish(write_run(run, "LSTM", task, f"optimizer.lr={lr}", seed=100), beyond=score)
     command = ["report", "formal", "--arms", "--markdown", "--one-setting"]
     printed = " ".join(invoke(*command, tmp_path / "equal").split())
-    assert "| even_pairs | **0.75** |" in printed
+    assert "| even_pairs | 0.75 |" in printed
     assert "| parity_check |" not in printed
     assert (
         "One setting of lstm: optimizer.lr=0.002; mean validation accuracy of 0.750 over the 2 tuned tasks" in printed
     )
     printed = " ".join(invoke(*command, tmp_path / "equal", tmp_path / "one", tmp_path / "again").split())
-    assert "| even_pairs | **0.75** |" in printed, "equal runs count once"
-    assert "| parity_check | **0.50** |" in printed
+    assert "| even_pairs | 0.75 |" in printed, "equal runs count once"
+    assert "| parity_check | 0.50 |" in printed
     error = invoke(*command, tmp_path / "one", expect=1)
     assert "no finished run in a folder tuning/ chooses a setting" in error
     assert "--one-setting requires --arms" in invoke("report formal --one-setting", tmp_path, expect=2)
@@ -197,5 +213,5 @@ def test_of_two_equal_runs_of_a_seed_the_later_one_counts(tmp_path, invoke):
         finish(run, beyond=score)
         write_json(run / "environment.json", [{"started": f"{start}T00:00:00+0000"}])
     printed = " ".join(invoke("report formal --arms --markdown", tmp_path).split())
-    assert "| parity_check | **0.25** |" in printed
+    assert "| parity_check | 0.25 |" in printed
     assert "left out, a later run has the same seed" in printed

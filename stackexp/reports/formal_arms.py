@@ -1,12 +1,13 @@
 """The table of formal languages by arm: the models of one `verdict` file, tuned equally, on every task."""
 
 import json
-import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from stackexp.config.affects import AFFECT_RESULTS, find_changed_keys
 from stackexp.errors import RunError
@@ -23,7 +24,7 @@ from stackexp.reports.formal_runs import (
     sort_tasks,
 )
 from stackexp.reports.report import Report, Table
-from stackexp.sequential import LEVEL
+from stackexp.sequential import LEVEL, adjust_holm
 from stackexp.sweeps.schema import format_value
 from stackexp.tables import ABSENT
 
@@ -87,14 +88,15 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
     arms = sorted(changes)
     means, solved = [], []
     for task in sort_tasks(scores.keys() | {task for task, _ in failed}):
-        best = max((statistics.fmean(values) for values in scores[task].values()), default=math.nan)
+        best = find_best_arms(scores[task])
         label = label_task(task, ranges[task], lengths)
-        means.append([label, *(_format_mean(scores[task].get(arm, []), best) for arm in arms)])
+        means.append([label, *(_format_mean(scores[task].get(arm, []), arm in best) for arm in arms)])
         solved.append([label, *(count_solved(scores[task].get(arm, []), failed[task, arm]) for arm in arms)])
     solved.append(["hours", *(f"{hours[arm]:.1f}" for arm in arms)])
     title = (
         f"Mean accuracy on lengths {lengths[0]} to {lengths[1]}, or those stated, with {1 - LEVEL:.0%} intervals over "
-        "seeds (Student's t). Bold or *: the highest mean"
+        "seeds (Student's t). Bold or *: the highest mean and those not significantly lower, by permutation tests; "
+        "none if no arm is significantly lower"
     )
     missing = f"; those without a recorded time ({untimed}) count as 0" if untimed else ""
     notes.append(
@@ -185,10 +187,38 @@ def list_changes(row: Row) -> list[str] | None:
     return [f"{key}={format_value(value)}" for key, value in changes if key not in ("axis", "action_noise")]
 
 
-def _format_mean(values: list[float], best: float) -> str:
+def find_best_arms(scores: Mapping[str, Sequence[float]]) -> set[str]:
+    """Return the arm with the highest mean on a task and those that are not significantly lower; none if all are such.
+
+    Each arm is compared with the highest by an exact, one-sided permutation test of the means, at 5 % by Holm's method
+    over the arms. It assumes no distribution: seeds either solve a task or stay near guessing.
+    """
+    if not scores:
+        return set()
+    best = max(scores, key=lambda arm: statistics.fmean(scores[arm]))
+    others = [arm for arm in scores if arm != best]
+    p_values = adjust_holm([_compute_p_value(scores[best], scores[arm]) for arm in others])
+    lower = {arm for arm, p in zip(others, p_values, strict=True) if p <= LEVEL}
+    return scores.keys() - lower if lower else set()
+
+
+def _compute_p_value(x: Sequence[float], y: Sequence[float]) -> float:
+    """Return the p-value of mean(x) <= mean(y): the share of permutations with at least this difference."""
+    from scipy.stats import permutation_test
+
+    def subtract_means(x: np.ndarray, y: np.ndarray, axis: int) -> np.ndarray:
+        return x.mean(axis) - y.mean(axis)
+
+    if min(len(x), len(y)) < 2:
+        return 1.0  # scipy requires two values
+    # Exact up to 9,999 permutations, random above
+    return float(permutation_test((x, y), subtract_means, vectorized=True, alternative="greater", rng=0).pvalue)
+
+
+def _format_mean(values: list[float], is_best: bool) -> str:
     """Return the mean with its interval, cut at 0 and 1."""
     if not values:
         return ABSENT
     mean, low, high = compute_difference(values)[:3]
-    text = f"**{mean:.2f}**" if mean == best else f"{mean:.2f}"
+    text = f"**{mean:.2f}**" if is_best else f"{mean:.2f}"
     return text if low is None or high is None else f"{text} ({max(0.0, low):.2f} to {min(1.0, high):.2f})"
