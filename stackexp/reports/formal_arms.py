@@ -41,76 +41,104 @@ def build_arms(paths: Sequence[Path], lengths: Lengths = (41, 500), one_setting:
     options and seed, the last one counts. Raises RunError if no run has a score over the lengths, or if two runs of an
     arm have one seed and other options, as with two budgets.
     """
-    scores: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    hours: dict[str, float] = defaultdict(float)
-    records: list[dict[str, Any]] = []
     runs, notes = read_runs(paths, lengths)
     if one_setting:
         settings, setting_notes = choose_settings(runs)
         notes += setting_notes
         runs = [run for run in runs if is_trial(run) or _has_setting(run.row, settings)]
-    found: dict[tuple[str, str, int], Row] = {}
-    changes: dict[str, list[str] | None] = {}  # of each arm to the paper's stack; None: not a stack
-    failures: dict[tuple[str, str, int], Row] = {}
-    unscored, replaced, untimed = [], [], 0
-    for run in sorted(runs, key=lambda run: read_start(run.row), reverse=True):
-        path, arm, task = Path(run.row["path"]), run.row["arm"], run.task
-        is_tuning = is_trial(run)
-        hours[arm.rpartition("-")[0] if is_tuning else arm] += run.row.get("seconds", 0.0) / 3600
-        untimed += run.is_finished and "seconds" not in run.row
-        score = run.compute_score(run.lengths)
-        if run.has_failed and not is_tuning:
-            failures[task, arm, run.row["seed"]] = run.row
-            changes[arm] = list_changes(run.row)
-        elif not run.is_finished or (score is None and not is_tuning):
-            unscored.append(path)
-        elif score is not None and not is_tuning:
-            if (other := found.setdefault((task, arm, run.row["seed"]), run.row)) is not run.row:
-                if not find_changed_keys(get_options(other), get_options(run.row), AFFECT_RESULTS):
-                    replaced.append(run.row)
-                    continue
-                raise RunError(
-                    f"{path} and {other['path']} are runs of {arm} on {task} with one seed; give the folder of one"
-                )
-            scores[task][arm].append(score)
-            changes[arm] = list_changes(run.row)
-            records.append({"task": task, "arm": arm, "score": score} | {key: run.row.get(key) for key in COLUMNS})
-    failed = Counter((task, arm) for task, arm, seed in failures.keys() - found.keys())
-    if not scores:
+    runs.sort(key=lambda run: read_start(run.row), reverse=True)
+    scored, failures, more_notes = _find_seeds(runs)
+    if not scored:
         raise RunError(f"{join_paths(paths)}: no finished run is tested over {lengths[0]}..{lengths[1]}")
-    if failed:
-        listed = ", ".join(f"{arm} on {task} ({count})" for (task, arm), count in failed.items())
-        notes.append(f"Failed runs count as not solved, and are in no mean accuracy: {listed}")
-    if unscored:
-        notes.append(f"left out, not finished and tested over these lengths: {join_paths(unscored)}")
-    notes += list_paths("left out, a later run has the same seed", replaced)
-    ranges = {run.task: run.lengths for run in runs}
+    notes += more_notes
+    scores: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    records: list[dict[str, Any]] = []
+    for (task, arm, _), (run, score) in scored.items():
+        scores[task][arm].append(score)
+        records.append({"task": task, "arm": arm, "score": score} | {key: run.row.get(key) for key in COLUMNS})
+    records.sort(key=lambda record: (record["task"], record["arm"], record["seed"]))
+    counted = [*(run for run, _ in scored.values()), *failures.values()]
+    changes = {run.row["arm"]: list_changes(run.row) for run in counted}
     arms = sorted(changes)
+    failed = Counter((task, arm) for task, arm, _ in failures)
+    ranges = {run.task: run.lengths for run in runs}
     means, solved = [], []
-    for task in sort_tasks(scores.keys() | {task for task, _ in failed}):
+    for task in sort_tasks({run.task for run in counted}):
         best = find_best_arms(scores[task])
         label = label_task(task, ranges[task], lengths)
         means.append([label, *(_format_mean(scores[task].get(arm, []), arm in best) for arm in arms)])
         solved.append([label, *(count_solved(scores[task].get(arm, []), failed[task, arm]) for arm in arms)])
+    hours, note = _add_hours(runs)
     solved.append(["hours", *(f"{hours[arm]:.1f}" for arm in arms)])
+    ours = {arm: ", ".join(found) for arm, found in changes.items() if found}
+    notes += [note, *(f"{arm} (ours) differs from the paper's stack in {found}" for arm, found in ours.items())]
+    marks = {arm: " (ours)" if arm in ours else "" if changes[arm] is None else " (paper)" for arm in arms}
+    header = ["task", *(arm + mark for arm, mark in marks.items())]
     title = (
         f"Mean accuracy on lengths {lengths[0]} to {lengths[1]}, or those stated, with {1 - LEVEL:.0%} intervals over "
         "seeds (Student's t). Bold or *: the highest mean and those not significantly lower, by permutation tests; "
         "none if no arm is significantly lower"
     )
+    tables = [Table(title, header, means)]
+    tables.append(Table(f"Seeds with a mean accuracy of at least {SOLVED}, of all", header, solved))
+    return Report(tables, notes, records)
+
+
+Seed = tuple[str, str, int]
+"""Task, arm and seed of a run."""
+
+
+def _find_seeds(
+    runs: Sequence[FormalRun],
+) -> tuple[dict[Seed, tuple[FormalRun, float]], dict[Seed, FormalRun], list[str]]:
+    """Return the run and score of each seed, the seeds whose runs all failed, and notes; `runs` has the last run first.
+
+    Runs that only chose options are not among them. Raises RunError for runs of one seed with other options.
+    """
+    scored: dict[Seed, tuple[FormalRun, float]] = {}
+    failures: dict[Seed, FormalRun] = {}
+    unscored, replaced = [], []
+    for run in runs:
+        key = run.task, run.row["arm"], run.row["seed"]
+        score = run.compute_score(run.lengths)
+        if is_trial(run):
+            unscored += [] if run.is_finished else [Path(run.row["path"])]
+        elif run.has_failed:
+            failures[key] = run
+        elif not run.is_finished or score is None:
+            unscored.append(Path(run.row["path"]))
+        elif key not in scored:
+            scored[key] = run, score
+        elif not find_changed_keys(get_options(scored[key][0].row), get_options(run.row), AFFECT_RESULTS):
+            replaced.append(run.row)
+        else:
+            other = scored[key][0].row["path"]
+            raise RunError(
+                f"{run.row['path']} and {other} are runs of {key[1]} on {key[0]} with one seed; give the folder of one"
+            )
+    failures = {key: run for key, run in failures.items() if key not in scored}
+    notes = []
+    if failures:
+        counts = Counter((arm, task) for task, arm, _ in failures)
+        listed = ", ".join(f"{arm} on {task} ({count})" for (arm, task), count in counts.items())
+        notes.append(f"Failed runs count as not solved, and are in no mean accuracy: {listed}")
+    if unscored:
+        notes.append(f"left out, not finished and tested over these lengths: {join_paths(unscored)}")
+    return scored, failures, notes + list_paths("left out, a later run has the same seed", replaced)
+
+
+def _add_hours(runs: Sequence[FormalRun]) -> tuple[dict[str, float], str]:
+    """Return the hours of each arm with its tuning, and a note on them."""
+    hours: dict[str, float] = defaultdict(float)
+    for run in runs:
+        arm = run.row["arm"]
+        hours[arm.rpartition("-")[0] if is_trial(run) else arm] += run.row.get("seconds", 0.0) / 3600
+    untimed = sum(run.is_finished and "seconds" not in run.row for run in runs)
     missing = f"; those without a recorded time ({untimed}) count as 0" if untimed else ""
-    notes.append(
+    return hours, (
         "Hours: of all runs with their tuning, one run after the other; of runs by earlier versions, the last session"
         + missing
     )
-    ours = {arm: ", ".join(found) for arm, found in changes.items() if found}
-    notes += [f"{arm} (ours) differs from the paper's stack in {found}" for arm, found in ours.items()]
-    marks = {arm: " (ours)" if arm in ours else "" if changes[arm] is None else " (paper)" for arm in arms}
-    header = ["task", *(arm + mark for arm, mark in marks.items())]
-    tables = [Table(title, header, means)]
-    tables.append(Table(f"Seeds with a mean accuracy of at least {SOLVED}, of all", header, solved))
-    records.sort(key=lambda record: (record["task"], record["arm"], record["seed"]))
-    return Report(tables, notes, records)
 
 
 def _has_setting(row: Row, settings: dict[str, dict[str, Any]]) -> bool:
