@@ -15,6 +15,10 @@ from enum import StrEnum
 
 import numpy as np
 
+from stackexp.lazy import LazyModule
+
+optimize, special = LazyModule("scipy.optimize"), LazyModule("scipy.special")
+
 MIN_PAIRS = 3
 """Fewer pairs decide nothing."""
 MIN_PLANNED, MAX_PLANNED = 4, 10_000
@@ -111,22 +115,18 @@ def adjust_holm(p_values: Sequence[float]) -> list[float]:
 
 def compute_crossing_probability(barrier: "float | np.ndarray", planned: int) -> np.ndarray:
     """Return the probability that |z| exceeds barrier * sqrt(planned / n) at any look n, if there is no effect."""
-    from scipy.special import ndtr
-
     c = np.asarray(barrier, float)[..., None] + CONTINUITY / math.sqrt(planned)
     k = 2 * np.arange(40) + 1
     signs = 1 - (k % 4 == 3) * 2
     near = 1 - 4 / math.pi * np.sum(signs / k * np.exp(-((k * math.pi) ** 2) / (8 * c * c)), -1)
-    far = 4 * np.sum(signs * ndtr(-k * c), -1)  # the same series in the form that converges for large barriers
+    far = 4 * np.sum(signs * special.ndtr(-k * c), -1)  # the same series in the form that converges for large barriers
     return np.where(c[..., 0] < 1, near, far)
 
 
 @functools.cache
 def find_barrier(planned: int, level: float) -> float:
     """Return the constant c of the boundary for this many planned pairs."""
-    from scipy.optimize import brentq
-
-    return float(brentq(lambda c: float(compute_crossing_probability(c, planned)) - level, 0.0, 20.0))
+    return float(optimize.brentq(lambda c: float(compute_crossing_probability(c, planned)) - level, 0.0, 20.0))
 
 
 def compute_interval(values: Sequence[float], planned: int, level: float = LEVEL) -> tuple[float, float, float]:
@@ -144,20 +144,16 @@ def compute_interval(values: Sequence[float], planned: int, level: float = LEVEL
 
 
 def _get_critical_t(n: int, planned: int, level: float) -> float:
-    from scipy.special import ndtr, stdtrit
-
-    return -float(stdtrit(n - 1, ndtr(-find_barrier(planned, level) * math.sqrt(planned / n))))
+    return -float(special.stdtrit(n - 1, special.ndtr(-find_barrier(planned, level) * math.sqrt(planned / n))))
 
 
 def _compute_evidence(values: "Sequence[float] | np.ndarray", planned: int) -> "np.ndarray":
     """Return the constant c that each look at the first 3, 4, ... n of `values` [..., n] exceeds: [..., looks]."""
-    from scipy.special import ndtri, stdtr
-
     x = np.asarray(values, float)
     n = np.arange(MIN_PAIRS, x.shape[-1] + 1)
     mean, squares = x.cumsum(-1)[..., MIN_PAIRS - 1 :] / n, (x * x).cumsum(-1)[..., MIN_PAIRS - 1 :]
     deviation = np.sqrt(np.maximum((squares - n * mean**2) / (n - 1), np.finfo(float).tiny))
-    z = -ndtri(stdtr(n - 1, -np.abs(mean) * np.sqrt(n) / deviation))
+    z = -special.ndtri(special.stdtr(n - 1, -np.abs(mean) * np.sqrt(n) / deviation))
     return z * np.sqrt(n / planned)
 
 
@@ -173,13 +169,11 @@ def compute_power(
     freedom, the probability is the mean over the deviations that it leaves possible. Only the last look counts; earlier
     ones add little.
     """
-    from scipy.special import chdtri, nctdtr
-
     ratio = np.ones(1)  # of the estimate to the true deviation
     if math.isfinite(degrees):
-        ratio = np.sqrt(chdtri(degrees, (np.arange(QUANTILES) + 0.5) / QUANTILES) / degrees)
+        ratio = np.sqrt(special.chdtri(degrees, (np.arange(QUANTILES) + 0.5) / QUANTILES) / degrees)
     shifts = ratio * effect * math.sqrt(pairs) / deviation
-    missed = nctdtr(pairs - 1, shifts, _get_critical_t(pairs, pairs, level))
+    missed = special.nctdtr(pairs - 1, shifts, _get_critical_t(pairs, pairs, level))
     return float(np.mean(1 - np.nan_to_num(missed, nan=0.0)))  # NaN: so large that all find it
 
 
@@ -215,7 +209,6 @@ def find_detectable_effect(
     pairs: int, deviation: float, level: float = LEVEL, power: float = POWER, degrees: float = math.inf
 ) -> float:
     """Return the smallest effect that `pairs` pairs find with probability `power`; `degrees` as in `compute_power`."""
-    from scipy.optimize import brentq
 
     def compute(effect: float) -> float:
         return compute_power(pairs, effect, 1.0, level, degrees) - power
@@ -223,7 +216,7 @@ def find_detectable_effect(
     high = 1.0
     while compute(high) < 0:
         high *= 2
-    return float(brentq(compute, 1e-3, high)) * deviation
+    return float(optimize.brentq(compute, 1e-3, high)) * deviation
 
 
 def estimate_deviation(values: Sequence[float]) -> tuple[float, float, float]:
@@ -234,7 +227,5 @@ def estimate_deviation(values: Sequence[float]) -> tuple[float, float, float]:
 
 def compute_deviation_interval(deviation: float, degrees: float) -> tuple[float, float]:
     """Return the 95 % interval of a standard deviation with this number of degrees of freedom."""
-    from scipy.special import chdtri
-
-    low, high = (math.sqrt(degrees / float(chdtri(degrees, p))) for p in (LEVEL / 2, 1 - LEVEL / 2))
+    low, high = (math.sqrt(degrees / float(special.chdtri(degrees, p))) for p in (LEVEL / 2, 1 - LEVEL / 2))
     return deviation * low, deviation * high

@@ -9,7 +9,19 @@ from pathlib import Path
 import stackexp
 
 ROOT = Path(stackexp.__file__).parent
-BASE = {"config", "tasks", "runs", "run_result", "metric_tags", "files", "frame", "startup", "tables", "terminal"}
+BASE = {
+    "config",
+    "tasks",
+    "runs",
+    "run_result",
+    "metric_tags",
+    "files",
+    "frame",
+    "lazy",
+    "startup",
+    "tables",
+    "terminal",
+}
 FLOORS = [
     BASE | {"errors", "__init__"},
     {"stack", "sequential"},

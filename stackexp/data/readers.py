@@ -21,9 +21,13 @@ import zstandard
 
 from stackexp.data.sources import TEXT_SUFFIXES, Source, UnreadableSourceError
 from stackexp.errors import RunError, first_line, suggest_name
+from stackexp.lazy import LazyModule
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyarrow import parquet
+else:  # their import takes long
+    pa, parquet = LazyModule("pyarrow"), LazyModule("pyarrow.parquet")
 
 PIECE_CHARACTERS = 1 << 18  # read at a time from a text file
 MAX_LINE_BYTES = 1 << 28  # decompressed
@@ -322,9 +326,6 @@ class _ZstdFile(io.RawIOBase):
 
 def check_columns(source: Source, columns: Columns) -> None:
     """Raise RunError if an intact parquet file lacks a column, or a filter cannot compare it."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
     try:
         schema = parquet.read_schema(source.path)
     except (pa.ArrowException, OSError):  # reported with the other damaged files when they are read
@@ -335,9 +336,6 @@ def check_columns(source: Source, columns: Columns) -> None:
 def _read_parquet(
     source: Source, raw: BinaryIO, columns: Columns, advance: Advance
 ) -> Iterator[Piece | BadLine | FilteredOut]:
-    import pyarrow as pa
-    from pyarrow import parquet
-
     try:
         file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True)
         names, columns = _find_columns(source, file.schema_arrow, columns)
@@ -377,8 +375,6 @@ def _find_columns(source: Source, schema: "pa.Schema", columns: Columns) -> tupl
 
     A stored 32-bit or 16-bit 0.65 is equal to the 0.65 of a filter.
     """
-    import pyarrow as pa
-
     name, kind = _find_column(source, schema, columns.text)
     if not (pa.types.is_null(kind) or _is_text(kind)):
         raise RunError(f"{source.path}: column {columns.text!r} is {kind}, not text; choose another --text-column")
@@ -402,8 +398,6 @@ def _find_columns(source: Source, schema: "pa.Schema", columns: Columns) -> tupl
 
 def _make_sample(column: str, kind: "pa.DataType") -> str | int | None:
     """Return a value of the kind that filters compare. Raises ValueError if they cannot compare it."""
-    import pyarrow as pa
-
     if _is_text(kind) or pa.types.is_null(kind):
         return "" if _is_text(kind) else None
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
@@ -412,15 +406,11 @@ def _make_sample(column: str, kind: "pa.DataType") -> str | int | None:
 
 
 def _is_text(kind: "pa.DataType") -> bool:
-    import pyarrow as pa
-
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
 def _find_column(source: Source, schema: "pa.Schema", name: str) -> tuple[str, "pa.DataType"]:
     """Return the name under which pyarrow reads a column or the field a.b of one, and its type."""
-    import pyarrow as pa
-
     path = [name] if name in schema.names else name.split(".")
     if (count := schema.names.count(path[0])) > 1:
         raise RunError(f"{source.path}: {count} columns are named {path[0]!r}; rename all but one")

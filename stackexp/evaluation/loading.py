@@ -24,6 +24,7 @@ from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.generation import continue_text
 from stackexp.evaluation.request import EvaluationRequest, ResumableEvaluation
 from stackexp.evaluation.sampling import find_sampling_error
+from stackexp.lazy import LazyModule
 from stackexp.models import checkpoints
 from stackexp.models.stack_recording import record_memories
 from stackexp.models.warm_start import warn_about_options
@@ -34,6 +35,7 @@ from stackexp.training.processes import start_processes
 from stackexp.training.trainer import build_trainer, find_device_type
 
 log = logging.getLogger(__name__)
+pandas = LazyModule("pandas")
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,8 +63,6 @@ class LoadedRun:
     @cached_property
     def metrics(self) -> Any:
         """metrics.jsonl as a pandas DataFrame, with a row for each line and NaN where a line lacks a metric."""
-        import pandas  # takes half a second
-
         return pandas.DataFrame(list(self.folder.read_metrics()))
 
     def generate(
@@ -102,8 +102,6 @@ class LoadedRun:
 
         Raises RunError if the model has no memory to inspect, and as `logits` does.
         """
-        import pandas
-
         ids = text if isinstance(text, list) else self._encode("inspect", text, minimum=1)
         with record_memories(self.model) as recordings:
             self._run_model(ids)
@@ -131,8 +129,6 @@ class LoadedRun:
             ConfigError: There is no set of this name.
             RunError: A set is missing or does not fit the model.
         """
-        import pandas
-
         names = (sets,) if isinstance(sets, str) else tuple(sets)
         request = EvaluationRequest("validate", self.config, self.folder, sets=names)
         device = next(self.model.parameters()).device

@@ -19,11 +19,14 @@ import numpy as np
 
 from stackexp import __version__, files
 from stackexp.errors import RunError
+from stackexp.lazy import LazyModule
 from stackexp.reports.arms import list_paths
 from stackexp.reports.report import Report, Table
 from stackexp.reports.scaling import SAME_RATIO, Ladder, Point, Series, abbreviate, get_size, load_ladder, select_series
 from stackexp.runs import DATE_FORMAT, RunFolder, read_commit
 from stackexp.tables import ABSENT
+
+special = LazyModule("scipy.special")
 
 FORMAT, VERSION = "stackexp forecast", 1
 EXPONENTS = np.linspace(-0.5, 1, 31)
@@ -50,15 +53,11 @@ class Mixture(NamedTuple):
 
     def cdf(self, values: Any) -> Any:
         """Return the probability of a smaller value: [R] for values [R]."""
-        from scipy.special import stdtr
-
-        return (self.weights * stdtr(self.degrees, (values[:, None] - self.centers) / self.scales)).sum(1)
+        return (self.weights * special.stdtr(self.degrees, (values[:, None] - self.centers) / self.scales)).sum(1)
 
     def quantile(self, probability: float) -> Any:
         """Return a quantile of each ladder [R], by bisection."""
-        from scipy.special import stdtrit
-
-        ends = self.centers + self.scales * stdtrit(self.degrees, probability)
+        ends = self.centers + self.scales * special.stdtrit(self.degrees, probability)
         low, high = ends.min(1), ends.max(1)  # the mixture's quantile is between those of its components
         for _ in range(50):
             middle = (low + high) / 2

@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stackexp.evaluation.benchmarks.results import format_score
+from stackexp.lazy import LazyModule
 from stackexp.reports.formal_runs import SOLVED, FormalRun
 from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table, new_figure
 from stackexp.tables import ABSENT
+
+stats = LazyModule("scipy.stats")
 
 SCORED = (41, 500)
 LENGTHS = (10, 20, 40, 60, 100, 200, 500)
@@ -244,9 +247,7 @@ def _format_statistic(value: float, resampled: np.ndarray, style: str, num_runs:
 
 def correlate_ranks(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Return Spearman's rank correlation over the last dimension; NaN for constant values."""
-    from scipy.stats import rankdata
-
-    a, b = (rankdata(values, axis=-1) for values in (x, y))
+    a, b = (stats.rankdata(values, axis=-1) for values in (x, y))
     a, b = (ranks - ranks.mean(-1, keepdims=True) for ranks in (a, b))
     with np.errstate(invalid="ignore"):
         return (a * b).sum(-1) / np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
@@ -257,11 +258,9 @@ def compute_auc(figures: np.ndarray, is_failed: np.ndarray) -> np.ndarray:
 
     It is NaN if all or none of the runs failed.
     """
-    from scipy.stats import rankdata
-
     failed = is_failed.sum(-1)
     solved = is_failed.shape[-1] - failed
-    above = (rankdata(figures, axis=-1) * is_failed).sum(-1) - failed * (failed + 1) / 2
+    above = (stats.rankdata(figures, axis=-1) * is_failed).sum(-1) - failed * (failed + 1) / 2
     with np.errstate(invalid="ignore"):
         return above / (failed * solved)
 

@@ -3,8 +3,7 @@
     batch = TASKS["reverse_string"].sample(np.random.default_rng(0), batch_size=128, length=40)
 
 To add a task, write one function with the decorator `task`, in the module of its family or in a plugin file;
-configs and reports find it in `TASKS`. Configs are composed without numpy, so our modules import it inside functions.
-This package imports nothing else of stackexp.
+configs and reports find it in `TASKS`. Configs are composed without numpy, so `definition.np` imports it at first use.
 """
 
 from stackexp.tasks.definition import NO_TARGET, TASKS, Task, TaskBatch, task

@@ -1,8 +1,10 @@
 """Binary numbers of any length as arrays of bits, computed with Python integers."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
-import numpy as np
+from stackexp.tasks.definition import np
 
 OPERATOR = 2  # input id between the operands
 END = 2  # output id after the highest bit of a result

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from stackexp.tasks.definition import task
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from stackexp.tasks.definition import Drawn
+from stackexp.tasks import expressions
+from stackexp.tasks.definition import Drawn, np, task
 
 POP, PUSH = 2, 3  # input ids of stack_manipulation; PUSH 0 is 3, PUSH 1 is 4
 END = 2  # output id that ends the answers of stack_manipulation
@@ -41,8 +35,6 @@ def stack_manipulation(rng: np.random.Generator, batch_size: int, length: int) -
     A string is a stack of 1 .. L-1 symbols from bottom to top, then instructions. A POP of an empty stack does
     nothing. A string of length 1 has no instructions.
     """
-    import numpy as np
-
     stack_length = rng.integers(1, max(length, 2), (batch_size, 1))
     strings = rng.integers(0, 2, (batch_size, length))
     instructions = rng.integers(POP, PUSH + 2, (batch_size, length))
@@ -76,8 +68,6 @@ def reverse_string(rng: np.random.Generator, batch_size: int, length: int) -> Dr
 @task("deterministic context-free", symbols=BRACKETS, answer_symbols="01234", required_slots=nesting_depth)
 def modular_arithmetic_brackets(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return the value mod 5 of an expression with + - * and brackets."""
-    from stackexp.tasks import expressions
-
     levels = expressions.draw_levels(rng, batch_size, length, num_operators=3)
     return expressions.write(levels, batch_size, length, BRACKETS), expressions.evaluate(levels)[:, None]
 
@@ -94,10 +84,6 @@ def solve_equation(rng: np.random.Generator, batch_size: int, length: int) -> Dr
 
     As in Deletang et al., x replaces the first digit at or after a random position.
     """
-    import numpy as np
-
-    from stackexp.tasks import expressions
-
     levels = expressions.draw_levels(rng, batch_size, length - 2, num_operators=2)
     strings = expressions.write(levels, batch_size, length - 2, EQUATION)
     position = np.where(strings < expressions.MODULUS, np.arange(length - 2), length)

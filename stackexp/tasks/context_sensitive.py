@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from stackexp.tasks.definition import task
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from stackexp.tasks.definition import Drawn
+from stackexp.tasks.binary_numbers import draw_operands, to_bits, to_integers, write_results
+from stackexp.tasks.definition import Drawn, np, task
 
 HOLE, PAD = 2, 3  # input ids of missing_duplicate
 
@@ -18,8 +13,6 @@ HOLE, PAD = 2, 3  # input ids of missing_duplicate
 @task("context-sensitive", symbols="01_.", answer_symbols="01", min_length=2)
 def missing_duplicate(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return the symbol that a hole replaces in a string written twice. Odd lengths end with a pad."""
-    import numpy as np
-
     half = rng.integers(0, 2, (batch_size, length // 2))
     strings = np.concatenate([half, half, np.full((batch_size, length % 2), PAD)], 1)
     hole = rng.integers(0, length // 2 * 2, (batch_size, 1))
@@ -37,8 +30,6 @@ def missing_duplicate(rng: np.random.Generator, batch_size: int, length: int) ->
 )
 def odds_first(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return the symbols at odd positions (counted from 0), then those at even positions."""
-    import numpy as np
-
     strings = rng.integers(0, 2, (batch_size, length))
     return strings, np.concatenate([strings[:, 1::2], strings[:, ::2]], 1)
 
@@ -46,8 +37,6 @@ def odds_first(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
 @task("context-sensitive", symbols="01+", answer_symbols="01.", output_length=lambda length: length + 1, min_length=3)
 def binary_addition(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return the sum of two binary numbers, lowest bit first."""
-    from stackexp.tasks.binary_numbers import draw_operands, write_results
-
     strings, left, right = draw_operands(rng, batch_size, length)
     return strings, *write_results([a + b for a, b in zip(left, right, strict=True)], length + 1)
 
@@ -55,8 +44,6 @@ def binary_addition(rng: np.random.Generator, batch_size: int, length: int) -> D
 @task("context-sensitive", symbols="01*", answer_symbols="01.", output_length=lambda length: length, min_length=3)
 def binary_multiplication(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return the product of two binary numbers, lowest bit first."""
-    from stackexp.tasks.binary_numbers import draw_operands, write_results
-
     strings, left, right = draw_operands(rng, batch_size, length)
     return strings, *write_results([a * b for a, b in zip(left, right, strict=True)], length)
 
@@ -69,10 +56,6 @@ def half_rounded_up(length: int) -> int:
 @task("context-sensitive", symbols="01", answer_symbols="01", output_length=half_rounded_up)
 def compute_sqrt(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return the square root, rounded down, of a positive binary number, highest bit first."""
-    import numpy as np
-
-    from stackexp.tasks.binary_numbers import to_bits, to_integers
-
     strings = np.zeros((batch_size, length), np.int64)
     while (is_zero := ~strings.any(1)).any():
         strings[is_zero] = rng.integers(0, 2, (is_zero.sum(), length))
@@ -83,8 +66,6 @@ def compute_sqrt(rng: np.random.Generator, batch_size: int, length: int) -> Draw
 @task("context-sensitive", symbols="01234", answer_symbols="01234", output_length=lambda length: length)
 def bucket_sort(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return the symbols in ascending order."""
-    import numpy as np
-
     strings = rng.integers(0, 5, (batch_size, length))
     return strings, np.sort(strings, 1)
 
@@ -98,7 +79,5 @@ def bucket_sort(rng: np.random.Generator, batch_size: int, length: int) -> Drawn
 )
 def duplicate_string(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return the string twice."""
-    import numpy as np
-
     strings = rng.integers(0, 2, (batch_size, length))
     return strings, np.concatenate([strings, strings], 1)

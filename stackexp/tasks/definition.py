@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from stackexp.errors import ConfigError
+from stackexp.lazy import LazyModule
 
-if TYPE_CHECKING:  # composing a config must not import numpy
+if TYPE_CHECKING:
     import numpy as np
+else:
+    np = LazyModule("numpy")  # composing a config must not import it
 
-    Drawn = tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]
-    Generator = Callable[[np.random.Generator, int, int], Drawn]
-
+Drawn: TypeAlias = "tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]"
+Generator: TypeAlias = "Callable[[np.random.Generator, int, int], Drawn]"
 NO_TARGET = -100  # target of a position without an answer: it counts neither in the loss nor in the accuracy
 
 
@@ -86,8 +88,6 @@ class Task:
         `loop_step`; requires `solve`. Raises ConfigError if `length` is below `min_length`, or the generator breaks
         its contract.
         """
-        import numpy as np
-
         if length < self.min_length:
             raise ConfigError(f"task {self.name}: length {length} is too short; use at least {self.min_length}")
         drawn = self.generate(rng, batch_size, self.fit(length))
@@ -158,8 +158,6 @@ class Task:
 
 def _repeat_words(rng: np.random.Generator, strings: np.ndarray, fraction: float, step: int) -> np.ndarray:
     """Make a share of the strings [B, L] repeat, from a random position on, the one to three times `step` symbols."""
-    import numpy as np
-
     batch_size, length = strings.shape
     start = np.where(rng.random(batch_size) < fraction, rng.integers(0, length, batch_size), length)[:, None]
     period, position = step * rng.integers(1, MAX_LOOP + 1, (batch_size, 1)), np.arange(length)

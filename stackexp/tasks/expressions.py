@@ -1,8 +1,10 @@
 """Random arithmetic expressions mod 5 with brackets: sample, evaluate and write one batch at a time."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
-import numpy as np
+from stackexp.tasks.definition import np
 
 MODULUS = 5
 MIN_SPLIT = 5  # the shortest expression with an operator between two subexpressions: (d+d)

@@ -20,14 +20,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from stackexp.tasks.definition import NO_TARGET, fit_length, task
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from stackexp.tasks.definition import Drawn
+from stackexp.tasks.definition import NO_TARGET, Drawn, fit_length, np, task
 
 MAX_LENGTH, VALIDATION_MAX_LENGTH, EVAL_MAX_LENGTH = 80, 90, 200
 
@@ -48,8 +43,6 @@ def register_dyck(num_types: int, max_depth: int) -> None:
         rivals=range(num_types, 2 * num_types),
     )
     def generate(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
-        import numpy as np
-
         rows, depth = np.arange(batch_size), np.zeros(batch_size, np.int64)
         stack = np.zeros((batch_size, max_depth + 1), np.int64)
         strings = np.empty((batch_size, length), np.int64)
@@ -73,8 +66,6 @@ class GrammarSource:
     """The distribution of a grammar over the derivations of each length. `S` is the start symbol."""
 
     def __init__(self, grammar: Grammar, max_length: int):
-        import numpy as np
-
         self.grammar = grammar
         # total[x][n]: probability that x derives a string of n symbols; x is a symbol or a suffix of a right side
         # log_total[x][n]: sum over those derivations of p log p
@@ -122,8 +113,6 @@ class GrammarSource:
         return "".join(text)
 
     def _choose(self, rng: np.random.Generator, weights: np.ndarray | list[float]) -> int:
-        import numpy as np
-
         cumulative = np.cumsum(weights)
         return int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
 
@@ -185,8 +174,6 @@ def compute_padded_entropy(length: int) -> float:
     A string whose middle run of equal symbols is maximal with m symbols outside on each side can be derived with
     m, m + 1, ... symbols outside. There are 2 such strings for m = 0 and 2^m otherwise.
     """
-    import numpy as np
-
     grammar = build_padded_reversal()
     half, p, q = length // 2, grammar["S"][0][1], grammar["A"][0][1]
     outside = np.arange(half + 1)
@@ -265,8 +252,6 @@ def register_context_free(name: str, language: ContextFreeLanguage) -> None:
         entropy=None if name == "generate_hardest" else compute_bound,
     )
     def generate(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
-        import numpy as np
-
         source, ids = find_source(name, length), {symbol: i for i, symbol in enumerate(language.alphabet)}
         strings = np.array([[ids[x] for x in source.draw(rng, length)] for _ in range(batch_size)])
         edge = np.full((batch_size, 1), len(ids))

@@ -11,17 +11,10 @@ mean accuracy over its positions shows how far a model tracks the state.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from stackexp.tasks.definition import task
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import numpy as np
-
-    from stackexp.tasks.definition import Drawn
+from stackexp.tasks.definition import Drawn, np, task
 
 Permutation = tuple[int, ...]
 """The images of 0 .. n-1. The product p q applies p first, then q: i -> q[p[i]]."""
@@ -65,8 +58,6 @@ GROUPS: dict[str, list[Permutation]] = {
 @lru_cache
 def build_table(name: str) -> np.ndarray:
     """Return the multiplication table of a group: int64 [n, n], entry [a, b] is the id of a b."""
-    import numpy as np
-
     elements = GROUPS[name]
     ids = {element: i for i, element in enumerate(elements)}
     return np.array([[ids[tuple(q[i] for i in p)] for q in elements] for p in elements])
@@ -77,8 +68,6 @@ def register_word_problem(group: str) -> None:
     names = ["-".join(map(str, element)) for element in GROUPS[group]]
 
     def multiply(strings: np.ndarray) -> np.ndarray:
-        import numpy as np
-
         table, products, state = build_table(group), np.empty_like(strings), np.zeros(len(strings), np.int64)
         for i, element in enumerate(strings.T):
             state = products[:, i] = table[state, element]

@@ -17,14 +17,7 @@ Differences from the published generator (HazyResearch/zoology, commit d88d6f5, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from stackexp.tasks.definition import NO_TARGET, task
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from stackexp.tasks.definition import Drawn
+from stackexp.tasks.definition import NO_TARGET, Drawn, np, task
 
 PUBLISHED_LENGTHS = {4: 64, 8: 128, 16: 256, 64: 512}  # by number of pairs
 VOCABULARY = 8192
@@ -47,8 +40,6 @@ def register_recall(name: str, max_pairs: int, vocabulary: int) -> None:
         eval_max_length=2 * length_of_all,
     )
     def generate(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
-        import numpy as np
-
         pairs = min(max_pairs, length // 3)
         space = length - 2 * pairs
         keys, values = (rng.random((batch_size, half)).argpartition(pairs - 1, 1)[:, :pairs] for _ in range(2))

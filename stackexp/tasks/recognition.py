@@ -15,14 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from stackexp.tasks.definition import task
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from stackexp.tasks.definition import Drawn
+from stackexp.tasks.definition import Drawn, np, task
 
 MAX_DEPTH = 3  # of Dyck-(2, 3)
 MODULUS = 5
@@ -235,8 +230,6 @@ def write_number(number: int, length: int) -> str:
 
 def split_length(rng: np.random.Generator, total: int, weights: tuple[int, ...]) -> list[int]:
     """Split a total into positive parts in Dirichlet proportions."""
-    import numpy as np
-
     cuts = np.floor(np.cumsum(rng.dirichlet(weights))[:-1] * (total - len(weights))).astype(int).tolist()
     ends = [*cuts, total - len(weights)]
     return [end - start + 1 for start, end in zip([0, *cuts], ends, strict=True)]
@@ -347,8 +340,6 @@ def register_language(name: str, language: Language) -> None:
         validation_max_length=80,
     )
     def generate(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
-        import numpy as np
-
         labels = rng.integers(0, 2, (batch_size, 1))
         if length < language.min_length:
             labels[:] = not length and language.contains("")

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from stackexp.tasks.definition import task
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from stackexp.tasks.definition import Drawn
+from stackexp.tasks.definition import Drawn, np, task
 
 MODULUS = 5
 
@@ -52,8 +45,6 @@ def cycle_navigation(rng: np.random.Generator, batch_size: int, length: int) -> 
 
 def evaluate(strings: np.ndarray) -> np.ndarray:
     """Return the value mod 5 of digits joined by operators, strings [B, L] with odd L, as answers [B, 1]."""
-    import numpy as np
-
     digits, operators = strings[:, ::2], strings[:, 1::2] - MODULUS
     is_product, sign = (operators == 2).T, np.where(operators == 1, -1, 1).T  # [operators, B]
     total, term = np.zeros(len(strings), np.int64), digits[:, 0]
@@ -67,8 +58,6 @@ def evaluate(strings: np.ndarray) -> np.ndarray:
 @task("regular", symbols="01234+-*_", answer_symbols="01234", solve=evaluate, loop_step=2, length_step=2)
 def modular_arithmetic(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return the value mod 5 of digits joined by + - *, where * takes precedence. Even lengths lose one symbol."""
-    import numpy as np
-
     string_length = length - 1 + length % 2  # odd, because digits and operators alternate
     digits = rng.integers(0, MODULUS, (batch_size, string_length // 2 + 1))
     operators = rng.integers(0, 3, (batch_size, digits.shape[1] - 1))

@@ -16,14 +16,7 @@ accuracy covers the printed values alone. Lengths count statements: trained on 1
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from stackexp.tasks.definition import NO_TARGET, task
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from stackexp.tasks.definition import Drawn
+from stackexp.tasks.definition import NO_TARGET, Drawn, np, task
 
 PUNCTUATION = (">>> ", ", ", " = ", "print(", ")", "\n")
 PROMPT, COMMA, EQUALS, PRINT, CLOSE, NEWLINE = range(6)
@@ -58,8 +51,6 @@ def register_trace(size: int) -> None:
         eval_max_length=100,
     )
     def generate(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
-        import numpy as np
-
         strings, printed = [], np.zeros((batch_size, count_tokens(length)), bool)
         is_print = np.arange(length) < count_prints(length) - 1
         for row in range(batch_size):
