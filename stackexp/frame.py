@@ -73,11 +73,8 @@ def read_rows(paths: Path | str | Iterable[Path | str]) -> list[Row]:
     """Return the rows of `load_runs` as dictionaries without empty values. A null option is not empty, but None."""
     rows = [read_run(folder) for folder in find_runs([paths] if isinstance(paths, Path | str) else paths)]
     columns = _list_columns(rows)
-    return [{key: value for key in columns if not _is_nan(value := row.get(key, math.nan))} for row in rows]
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+    nan = math.nan  # the only value that differs from itself
+    return [{key: value for key in columns if (value := row.get(key, nan)) == value} for row in rows]
 
 
 def _list_columns(rows: Iterable[Row]) -> list[str]:
@@ -245,7 +242,8 @@ def _read_metrics(folder: RunFolder, row: Row) -> Row:
     with open_regular(folder.metrics, "rb") as file:
         for line in file:
             if not line.endswith(b"}\n"):
-                _check_incomplete(folder.metrics, line)
+                if line.endswith(b"\n") and line.strip():  # neither blank nor the last line, cut off by a kill
+                    _parse_metrics(folder.metrics, line)
                 continue
             if training in line:
                 recent.append(line)
@@ -268,12 +266,6 @@ def _find_changed_evaluation(folder: RunFolder, row: Row) -> int:
     ours, earlier = get_options(row), folder.read_earlier_options().items()
     changed = [step for step, options in earlier if find_changed_keys(ours, options, ["evaluation"])]
     return max(changed, default=0)
-
-
-def _check_incomplete(path: Path, line: bytes) -> None:
-    """Raise RunError unless the line is blank, or is the last one and was cut off by a kill."""
-    if line.endswith(b"\n") and line.strip():
-        _parse_metrics(path, line)
 
 
 def _parse_metrics(path: Path, line: bytes) -> dict[str, Any]:

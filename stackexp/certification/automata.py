@@ -140,10 +140,6 @@ def _allow_symbols(count: int) -> Grammar:
     return Grammar(np.zeros((1, count), np.int64), np.ones(1, bool))
 
 
-def _move_first_and_last(state: tuple[int, ...], symbol: int) -> tuple[int, ...]:
-    return (state[0] if state else symbol, symbol)
-
-
 def _build_modular_arithmetic() -> RegularTask:
     """Build the automaton of digits joined by + - *: a state is (total, factor or term, is the last one a digit)."""
     symbols = TASKS["modular_arithmetic"].symbols
@@ -205,7 +201,7 @@ def _build_word_problem(group: str) -> RegularTask:
 
 REGULAR: dict[str, Callable[[], RegularTask]] = {
     "even_pairs": lambda: _allow_all(
-        build_automaton((), _move_first_and_last, lambda s: int(bool(s) and s[0] != s[1]), 2)
+        build_automaton((), lambda s, x: (s[0] if s else x, x), lambda s: int(bool(s) and s[0] != s[1]), 2)
     ),
     "parity_check": lambda: _allow_all(build_automaton(0, lambda state, symbol: (state + symbol) % 2, int, 2)),
     "cycle_navigation": lambda: _allow_all(build_automaton(0, lambda state, symbol: (state + symbol - 1) % 5, int, 3)),

@@ -287,9 +287,9 @@ def add_closure(
     changes = [("", machine), ("hard actions", hard)]
     for words, subject in list(changes):
         start = f"{words} and " if words else ""
-        changes += [
-            (f"{start}slots rounded to {_name_grid(grid)}", dataclasses.replace(subject, grid=grid)) for grid in GRIDS
-        ]
+        for grid in GRIDS:
+            rounded = f"slots rounded to {'whole numbers' if grid == 1 else f'multiples of 1/{grid}'}"
+            changes.append((start + rounded, dataclasses.replace(subject, grid=grid)))
     for words, subject in changes:
         _announce(f"all states that strings reach, with {words or 'the weights as trained'}")
         closed = regular.close_states(subject, known.grammar)
@@ -314,10 +314,6 @@ def add_closure(
         f"no proof for all lengths: the network has more than {regular.MAX_STATES:,} states, its bits depend on the "
         "row of the batch, or its answers differ from the task, as trained and with each change"
     )
-
-
-def _name_grid(grid: int) -> str:
-    return "whole numbers" if grid == 1 else f"multiples of 1/{grid}"
 
 
 def harden(loaded: LoadedRun, machine: NetworkMachine) -> NetworkMachine | None:

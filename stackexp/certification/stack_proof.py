@@ -79,7 +79,8 @@ def prove(network: Any, task: StackTask, num_empty: Callable[[int], int]) -> Sta
     proofs, empty = [], task.grammar.num_symbols
     is_empty = np.array([token == empty for _, token in contexts])
     for is_late in (False, True) if task.pushdown.empty_answer == NO_STRING else (False,):
-        actions = np.array([_choose_action(task.pushdown, context, is_late) for context in contexts])
+        tokens = [empty + 1 if c[0] == empty else _select_token(c, is_late) for c in contexts]
+        actions = np.array([task.pushdown.actions[token] for token in tokens])
         heads = np.flatnonzero(((order[..., 0].numpy() == actions[:, None]) & is_clear).all(0))
         heads = heads[leaks[:, heads].max(0).argsort()]  # the sharpest first
         for part in (heads[: count + 1].tolist() for count in range(len(heads))):
@@ -105,12 +106,6 @@ def list_contexts(task: StackTask) -> list[tuple[int, int]]:
                 reached.append(target)
     ends = {last: None for state, last in reached if last != START and grammar.is_string[state]}
     return [*contexts, *((last, empty) for last in ends), (empty, empty)]
-
-
-def _choose_action(pushdown: Pushdown, context: tuple[int, int], is_late: bool) -> int:
-    """Return the action of the automaton in a context."""
-    empty = len(pushdown.answers)
-    return pushdown.actions[empty + 1 if context[0] == empty else _select_token(context, is_late)]
 
 
 def _select_token(context: tuple[int, int], is_late: bool) -> int:

@@ -138,7 +138,8 @@ def find_trusted_file(name: "Leaf", folder: Path) -> Path | None:
     """
     paths = [parent / name.value for parent in (folder, Path())]
     file = next((file.resolve() for path in paths for file in (path, Path(f"{path}.py")) if file.is_file()), None)
-    if file and not _is_trusted(file, name.origin):
+    is_trusted = name.origin.startswith("override ") or os.environ.get(TRUST_VARIABLE) == "1"
+    if file and not is_trusted and not file.is_relative_to(find_project()):
         message = f"{file} is outside the project {find_project()} and would be executed"
         raise config_error(name.origin, "plugins", f"{message}; read it, then add --trust-plugins")
     return file
@@ -149,11 +150,6 @@ def find_project() -> Path:
     here = Path.cwd()
     marks = (".git", "pyproject.toml")
     return next((folder for folder in (here, *here.parents) if any((folder / m).exists() for m in marks)), here)
-
-
-def _is_trusted(file: Path, origin: str) -> bool:
-    is_named_by_user = origin.startswith("override ")
-    return is_named_by_user or os.environ.get(TRUST_VARIABLE) == "1" or file.is_relative_to(find_project())
 
 
 def locate_class(entry: Any, origin: str, folder: Path) -> Any:

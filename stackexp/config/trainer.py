@@ -94,11 +94,13 @@ class TrainerConfig:
             yield "recompute", "selective requires activation_checkpointing: true"
         if self.max_time is not None and not re.fullmatch(r"\d+:[0-2]\d:[0-5]\d:[0-5]\d", self.max_time):
             yield "max_time", f"expected DD:HH:MM:SS such as 00:23:30:00, found {self.max_time!r}"
-
-        if self.profile is not None and not _is_range(self.profile):
-            yield "profile", f"expected two steps such as 10-15, found {self.profile!r}"
-        elif self.profile is not None and int(self.profile.partition("-")[0]) > self.max_steps:
-            yield "profile", f"starts after the last step, trainer.max_steps {self.max_steps}; use earlier steps"
+        if self.profile is not None:
+            steps = re.fullmatch(r"(\d{1,9})-(\d{1,9})", self.profile)
+            first, last = map(int, steps.groups()) if steps else (0, 0)
+            if not 1 <= first <= last:
+                yield "profile", f"expected two steps such as 10-15, found {self.profile!r}"
+            elif first > self.max_steps:
+                yield "profile", f"starts after the last step, trainer.max_steps {self.max_steps}; use earlier steps"
 
     @property
     def recompute_mode(self) -> bool | str:
@@ -118,11 +120,6 @@ class TrainerConfig:
     def is_sharded(self) -> bool:
         """Return True if each process has a part of every weight."""
         return self.strategy in ("fsdp", "hsdp")
-
-
-def _is_range(text: str) -> bool:
-    numbers = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
-    return bool(numbers) and 1 <= int(numbers[1]) <= int(numbers[2])
 
 
 def split_class(entry: Any) -> tuple[Any, Any]:

@@ -27,7 +27,7 @@ from stackexp.data.path_checks import explain_missing_set, suggest_fetch
 from stackexp.data.readers import BadLine, Piece, read_pieces
 from stackexp.data.shards import TokenSet, verify_file
 from stackexp.data.sources import COLUMN_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES, Source, find_sources
-from stackexp.data.token_files import Chunks, TokenFile, write_token_file
+from stackexp.data.token_files import Chunks, TokenFile, open_complete, write_token_file
 from stackexp.data.tokenizer import (
     UNKNOWN_TOKENIZER,
     KnownTokenizer,
@@ -242,26 +242,16 @@ def convert_text(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
     name = hash_values([digest, compute_fingerprint(tokenizer)])[:16]
     target = get_cache_root() / "sets" / f"{path.name.split('.')[0][:100]}-{name}.npy"
     with explain_failed_writes(target, CACHE_REMEDY):
-        if (file := _open_complete(target)) is None:
+        if (file := open_complete(target)) is None:
             target.parent.mkdir(parents=True, exist_ok=True)
             with hold_lock(target.with_suffix(".lock"), f"the conversion of {path}"):
-                if (file := _open_complete(target)) is None:
+                if (file := open_complete(target)) is None:
                     _write_tokens(target, path, sources, digest, tokenizer)
                     file = TokenFile(target)
     if file.record and file.record.skipped_lines:
         skipped, first = file.record.skipped_lines, file.record.first_skipped
         log.warning("%s: skipped %d lines without a document; the first: %s", path, skipped, first)
     return file
-
-
-def _open_complete(path: Path) -> TokenFile | None:
-    """Open a token file that has a record and the recorded length."""
-    try:
-        file = TokenFile(path)
-        verify_file(path, file.record.sha256 if file.record else None)
-    except RunError:
-        return None
-    return file if file.record else None
 
 
 def _write_tokens(target: Path, path: Path, sources: list[Source], digest: str, tokenizer: Tokenizer) -> None:

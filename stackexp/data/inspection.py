@@ -141,22 +141,17 @@ def inspect_path(path: Path, options: InspectOptions) -> list[Inspection]:
     inspections = [Inspection(dataset) for dataset in datasets.values()]
     for inspection in inspections:
         try:
-            _inspect_dataset(inspection, options)
+            if inspection.path.is_dir():
+                _inspect_prepared_set(inspection, options)
+            elif inspection.path.name.lower().endswith(TOKEN_SUFFIXES):
+                _inspect_token_file(inspection, options)
+            else:
+                inspection.kind, inspection.figures = "text", {"file_bytes": inspection.path.stat().st_size}
         except RunError as error:
             if len(datasets) == 1:
                 raise
             inspection.damage.append(str(error))
     return inspections
-
-
-def _inspect_dataset(inspection: Inspection, options: InspectOptions) -> None:
-    path = inspection.path
-    if path.is_dir():
-        _inspect_prepared_set(inspection, options)
-    elif path.name.lower().endswith(TOKEN_SUFFIXES):
-        _inspect_token_file(inspection, options)
-    else:
-        inspection.kind, inspection.figures = "text", {"file_bytes": path.stat().st_size}
 
 
 # Prepared sets

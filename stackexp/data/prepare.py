@@ -179,8 +179,10 @@ def prepare(
                     return None if is_part else _load_finished(folder, strict)
                 tokenizer = _write_tokenizer(plan, folder)
             names = [name_unit(unit) for unit in plan.units]
-            if not is_part:
-                _delete_units(folder, keep=set(names))
+            if not is_part:  # no part is running: delete units of changed files, and partial ones of killed processes
+                for path in [*folder.glob("unit.*"), *folder.glob(".unit.*")]:
+                    if path.name not in names:
+                        shutil.rmtree(path)
             job = UnitJob(folder, tokenizer, plan.context_length, plan.columns, plan.dtype, strict, plan.packing)
             first, step = (part[0] - 1, part[1]) if part else (0, 1)
             write_units(job, plan.units[first::step], workers or len(os.sched_getaffinity(0)))
@@ -189,13 +191,6 @@ def prepare(
             sources = [source.name for source in plan.sources]
             merge_units(folder, names, load_tokenizer(tokenizer), plan.context_length, sources)
             return _load_finished(folder)
-
-
-def _delete_units(folder: Path, keep: set[str]) -> None:
-    """Delete units whose files have changed, and partial units of killed processes. No part may be running."""
-    for path in [*folder.glob("unit.*"), *folder.glob(".unit.*")]:
-        if path.name not in keep:
-            shutil.rmtree(path)
 
 
 def _report_skipped(source: Path, sources: list[Source]) -> None:

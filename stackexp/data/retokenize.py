@@ -4,16 +4,21 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from stackexp.data.readers import Piece
-from stackexp.data.shards import verify_file
 from stackexp.data.sources import find_sources
-from stackexp.data.token_files import FileRecord, TokenFile, count_token, find_end_of_text, write_token_file
+from stackexp.data.token_files import (
+    FileRecord,
+    TokenFile,
+    count_token,
+    find_end_of_text,
+    open_complete,
+    write_token_file,
+)
 from stackexp.data.tokenizer import (
     KnownTokenizer,
     compute_fingerprint,
@@ -113,15 +118,17 @@ class Retokenizer:
                 return {name: self._convert(file, ends[name], folder / name, bar) for name, file in files.items()}
 
     def _convert(self, file: TokenFile, end: int, path: Path, bar: tqdm) -> FileRecord:
+        ends = b"" if file.document_ends is None else np.ascontiguousarray(file.document_ends).tobytes()
         origin = {
             "tokenizer": compute_fingerprint(self.new),
             "source_tokenizer": self.old.fingerprint,
             "source_sha256": compute_sha256(file.path),
             "source_end_of_text": end,
-            "source_layout": _describe_layout(file),
+            "source_layout": f"{file.tokens.dtype.str} {hashlib.sha256(ends).hexdigest()[:16]}",
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        if (record := _find_complete(path, origin)) is not None:
+        complete = open_complete(path)
+        if complete and (record := complete.record) and origin.items() <= asdict(record).items():
             bar.update(len(file))
             print_line(f"{path}: already converted")
             return record
@@ -153,18 +160,3 @@ class Retokenizer:
                 "documents, set --end-of-text"
             )
         return end
-
-
-def _describe_layout(file: TokenFile) -> str:
-    """Return the type of the ids and a hash of the ends of documents."""
-    ends = b"" if file.document_ends is None else np.ascontiguousarray(file.document_ends).tobytes()
-    return f"{file.tokens.dtype.str} {hashlib.sha256(ends).hexdigest()[:16]}"
-
-
-def _find_complete(path: Path, origin: dict[str, Any]) -> FileRecord | None:
-    try:
-        record = TokenFile(path).record
-        verify_file(path, record.sha256 if record else None)
-    except RunError:
-        return None
-    return record if record and origin.items() <= asdict(record).items() else None

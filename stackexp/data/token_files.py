@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from stackexp.data.olmo import END_OF_TEXT, TWO_SPACES
-from stackexp.data.shards import choose_token_dtype
+from stackexp.data.shards import choose_token_dtype, verify_file
 from stackexp.data.sources import UnreadableSourceError, find_megatron_index
 from stackexp.errors import RunError
 from stackexp.files import build_record, compute_sha256, read_json, sync_file, write_json
@@ -198,6 +198,16 @@ class TokenFile:
         ends = self.document_ends[first:last] - begin
         ids = ids.astype(np.result_type(ids.dtype, np.min_scalar_type(end)))  # the id may not fit, such as 256 of bytes
         return np.insert(ids, ends[ids[ends - 1] != end], end)
+
+
+def open_complete(path: Path) -> TokenFile | None:
+    """Open a token file that has a record and the recorded contents; None if there is no such file."""
+    try:
+        file = TokenFile(path)
+        verify_file(path, file.record.sha256 if file.record else None)
+    except RunError:
+        return None
+    return file if file.record else None
 
 
 def decode_text(begin: bytes) -> str:

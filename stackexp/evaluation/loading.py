@@ -193,15 +193,7 @@ def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRu
 
 
 def _load(folder: RunFolder, checkpoint: Path, overrides: tuple[str, ...]) -> LoadedRun:
-    config = _load_config(folder, overrides)
-    module = build_objective(config).build_module(weights=checkpoint)
-    tokenizer_file = folder.find_tokenizer(checkpoint)
-    tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file else None
-    return LoadedRun(folder, config, checkpoint, module.eval(), tokenizer, overrides)
-
-
-def _load_config(folder: RunFolder, overrides: tuple[str, ...]) -> ExperimentConfig:
-    """Return the config of a run, changed so that the model runs whole and eager, on any single device."""
+    """Load a run, its config changed so that the model runs whole and eager, on any single device."""
     config = compose([str(folder.config)], list(overrides), is_training=False)
     config.trainer.strategy = "single"
     config.trainer.devices = config.trainer.num_nodes = 1
@@ -210,4 +202,7 @@ def _load_config(folder: RunFolder, overrides: tuple[str, ...]) -> ExperimentCon
         config.model.attention = "sdpa"  # the other kernels need CUDA, and some need bfloat16
     if hasattr(config.model, "kernel"):
         config.model.kernel = "torch"  # fla needs CUDA
-    return config
+    module = build_objective(config).build_module(weights=checkpoint)
+    tokenizer_file = folder.find_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file else None
+    return LoadedRun(folder, config, checkpoint, module.eval(), tokenizer, overrides)

@@ -6,7 +6,6 @@ fragmentation; `devices.HEADROOM` reserves memory for them. `trainer.compile` ha
 """
 
 import contextlib
-import functools
 import math
 import weakref
 from collections import Counter
@@ -147,11 +146,7 @@ def fuse_norms(model: nn.Module) -> None:
     """Run RMSNorm as one kernel, as on CUDA. CPUs have no such kernel."""
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
-            setattr(module, "forward", functools.partial(_run_fused_norm, module))  # noqa: B010
-
-
-def _run_fused_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
-    return FusedRMSNorm.apply(x, module.weight.to(x.dtype))
+            setattr(module, "forward", lambda x, n=module: FusedRMSNorm.apply(x, n.weight.to(x.dtype)))  # noqa: B010
 
 
 class FusedRMSNorm(torch.autograd.Function):

@@ -7,7 +7,6 @@ import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from stackexp.frame import read_run
 from stackexp.reports.arms import group_bigrams
 from stackexp.reports.report import Report, Table
 from stackexp.sweeps.schema import Values, format_value, shorten_keys
-from stackexp.sweeps.sweep import COPY, Sweep, load_last_run
+from stackexp.sweeps.sweep import Sweep, load_last_run
 from stackexp.sweeps.trials import Trial, read_objective
 from stackexp.tables import ABSENT
 
@@ -36,11 +35,6 @@ TrialSummary = dict[str, Any]
 """The finished trials that differ only in their seed: name, values (without the seed), seeds, objective, losses (by
 title), parameters, memory_parameters, trials, rows (of these runs). Objective and losses have mean and std, 0 for one
 seed."""
-
-
-def find_sweeps(folder: Path) -> list[Path]:
-    """Return the folders of sweeps at or below a folder."""
-    return sorted(path.parent for path in folder.rglob(COPY) if path.is_file())
 
 
 def summarize_trials(sweep: Sweep) -> list[TrialSummary]:
@@ -90,13 +84,6 @@ def _format_spread(spread: dict[str, float] | None) -> str:
     if spread is None:
         return ABSENT
     return f"{spread['mean']:.4f} ± {spread['std']:.4f}" if spread["std"] else f"{spread['mean']:.4f}"
-
-
-def describe_unscored(sweep: Sweep) -> list[str]:
-    """Return a note for each finished trial without an objective, such as one whose loss is not finite."""
-    finished = [trial for trial in sweep.trials if trial.folder.is_finished]
-    problems = [(trial.name, read_objective(trial, sweep.config.objective)[1]) for trial in finished]
-    return [f"left out: {name}: {problem}" for name, problem in problems if problem]
 
 
 def build_trial_table(sweep: Sweep, results: Sequence[TrialSummary]) -> Table:
@@ -182,6 +169,9 @@ def build_grid(sweep: str, overrides: Iterable[str] = ()) -> Report:
         notes.append(
             "The sweep varies one key at a time, so most cells of the heat maps are empty: use `grid`, not `axes`."
         )
+    for trial in loaded.trials:
+        if trial.folder.is_finished and (problem := read_objective(trial, loaded.config.objective)[1]):
+            notes.append(f"left out: {trial.name}: {problem}")
     records = [
         {"trial": result["name"], **result["values"], "seeds": result["seeds"], "parameters": result["parameters"]}
         | {
@@ -193,7 +183,7 @@ def build_grid(sweep: str, overrides: Iterable[str] = ()) -> Report:
     ]
     return Report(
         [build_trial_table(loaded, results)],
-        [*notes, *describe_unscored(loaded)],
+        notes,
         records,
         (lambda: draw_grid(results, loaded.config.center, varied)) if varied else None,
     )

@@ -15,9 +15,10 @@ from stackexp.reports.benchmarks import build_benchmarks
 from stackexp.reports.dynamics import build_dynamics
 from stackexp.reports.efficiency import build_efficiency, read_efficiency
 from stackexp.reports.formal import build_formal
-from stackexp.reports.grid import build_grid, find_sweeps
+from stackexp.reports.grid import build_grid
 from stackexp.reports.report import Report, Table, save_figure
 from stackexp.reports.scaling import build_scaling
+from stackexp.sweeps.sweep import COPY
 
 MAX_NOTES = 6
 STYLE = """
@@ -68,7 +69,7 @@ def _list_builders(folder: Path) -> Iterator[tuple[str, Builder]]:
     yield "Ablation", partial(build_ablation, [folder])
     yield "Scaling", partial(build_scaling, [folder])
     yield "Training dynamics", partial(build_dynamics, [folder])
-    for sweep in find_sweeps(folder):
+    for sweep in sorted(path.parent for path in folder.rglob(COPY) if path.is_file()):
         name = sweep.resolve().name if sweep == folder else sweep.relative_to(folder).as_posix()
         yield f"Sweep: {name}", partial(build_grid, str(sweep))
     for path in sorted(folder.glob("*.json")):

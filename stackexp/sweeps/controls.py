@@ -68,8 +68,14 @@ def build_question(
 
 
 def _compose_target(names: list[str], overrides: list[str], memory: str) -> tuple[dict[str, Any], ExperimentConfig]:
-    """Return the option that chooses the memory, and the config with it."""
-    chosen = _choose_memory(names, overrides, memory)
+    """Return the option that chooses the memory, and the config with it.
+
+    There is no such option for the config's own memory, such as that of a plugin.
+    """
+    own = None
+    if memory not in list_yaml_names(get_group_folder("model.memory")):
+        own = getattr(compose(names, overrides).model, "memory", None)
+    chosen = {} if own is not None and own.kind == memory else {"model.memory": memory}
     return chosen, compose(names, [*overrides, *(f"{key}={value}" for key, value in chosen.items())])
 
 
@@ -77,15 +83,6 @@ def _hash_target(target: ExperimentConfig) -> str:
     """Return a hash of the options that controls and search follow from."""
     model, lr = remove_defaults(target, AFFECT_RESULTS).get("model"), target.optimizer.lr
     return hash_values({"model": model, "lr": lr, "context_length": target.data.context_length})[:8]
-
-
-def _choose_memory(names: list[str], overrides: list[str], memory: str) -> dict[str, Any]:
-    """Return the option that chooses the memory; none for the config's own memory, such as that of a plugin."""
-    if memory not in list_yaml_names(get_group_folder("model.memory")):
-        own = getattr(compose(names, overrides).model, "memory", None)
-        if own is not None and own.kind == memory:
-            return {}
-    return {"model.memory": memory}
 
 
 def write_question(names: list[str], overrides: list[str], memory: str, effect: float | None = None) -> Path:

@@ -76,7 +76,10 @@ def plan_arrays(sweep: Sweep, max_parallel: int | None, jobs: list[Job]) -> list
     share = sweep.config.resources.trials_per_gpu
     limit = max(1, max_parallel // share) if max_parallel else ARRAY_SIZE
     room, arrays = limit - len(jobs), []
-    for shape, trials in _count_missing(sweep).items():
+    unclaimed = Counter(trial.shape for trial in sweep.trials if not (trial.is_settled or read_claim(trial)))
+    if sweep.config.search:
+        unclaimed[sweep.base_trial.shape] += max(0, sweep.config.search.trials - len(sweep.trials))
+    for shape, trials in unclaimed.items():
         same = [job.state for job in jobs if job.name == name_job(sweep, shape)]
         missing = math.ceil(trials / share) - same.count("PENDING")
         workers = min(missing, limit, ARRAY_SIZE) if room <= 0 and not same else min(missing, room, ARRAY_SIZE)
@@ -84,14 +87,6 @@ def plan_arrays(sweep: Sweep, max_parallel: int | None, jobs: list[Job]) -> list
             arrays.append(Array(shape, workers, is_dependent=room <= 0))
             room -= workers
     return arrays
-
-
-def _count_missing(sweep: Sweep) -> Counter[Shape]:
-    """Return the number of unfinished trials that no worker has claimed, by shape."""
-    missing = Counter(trial.shape for trial in sweep.trials if not (trial.is_settled or read_claim(trial)))
-    if sweep.config.search:
-        missing[sweep.base_trial.shape] += max(0, sweep.config.search.trials - len(sweep.trials))
-    return missing
 
 
 def name_job(sweep: Sweep, shape: Shape) -> str:

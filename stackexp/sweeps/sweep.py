@@ -190,8 +190,10 @@ class Sweep:
         overrides = [self._locate(text, "overrides") for text in self.config.overrides]
         overrides += [*self.config.command_line, *self.overrides]
         overrides += [self._locate(f"{key}={format_value(value)}", key) for key, value in options.items()]
-        if self._is_copy:
-            overrides.append(f"logging.root={format_value(str(self._get_root()))}")
+        if self._is_copy:  # in <root>/<name>; a name may contain slashes
+            parents = self.path.parents
+            root = parents[min(1 + self.name.count("/"), len(parents) - 1)]
+            overrides.append(f"logging.root={format_value(str(root))}")
         overrides += [LocatedOverride(f"name={self.name}", display_path(self.path)), "logging.progress_bar=false"]
         self._check_plugins(values)
         configs, tokens = self._find_configs(values), values.get("tokens", self.config.tokens)
@@ -218,11 +220,6 @@ class Sweep:
             names = read_value(text, origin) if key == "plugins" else None
             for name in names.value if isinstance(names, Leaf) and isinstance(names.value, list) else []:
                 find_trusted_file(Leaf(str(name), display_path(self.path)), Path())
-
-    def _get_root(self) -> Path:
-        """Return the root of the copied sweep's folder <root>/<name>; a name may contain slashes."""
-        parents = self.path.parents
-        return parents[min(1 + self.name.count("/"), len(parents) - 1)]
 
     def _find_configs(self, values: Values) -> list[str]:
         """Return the files of the base configs. Paths are relative to the sweep's file or to the working directory."""

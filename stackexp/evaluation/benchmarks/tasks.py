@@ -81,7 +81,9 @@ class TaskLoader:
             raise
         except Exception as error:  # lm-eval and its dataset library raise many types
             where = f"{self._datasets / name}" if self._datasets else f"dataset {config.get('dataset_path', name)!r}"
-            remedy = "correct the files" if self._datasets else f"connect to it, or give {describe_files(name, config)}"
+            file = f"{name}/{config.get(find_evaluated_split(config), 'test')}.jsonl"
+            remedy = f"connect to it, or give --datasets FOLDER with FOLDER/{file}"
+            remedy = "correct the files" if self._datasets else remedy
             raise RunError(f"{name}: cannot load {where} ({first_line(error)}); {remedy}") from None
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
@@ -130,11 +132,6 @@ def _check_shots(task: Any) -> None:
 def find_evaluated_split(config: Mapping[str, Any]) -> str:
     """Return the key of the split that lm-eval scores: that of test documents, if there are any."""
     return "test_split" if config.get("test_split") else "validation_split"
-
-
-def describe_files(name: str, config: Mapping[str, Any]) -> str:
-    """Return the option that replaces a download."""
-    return f"--datasets FOLDER with FOLDER/{name}/{config.get(find_evaluated_split(config), 'test')}.jsonl"
 
 
 def read_dataset(files: Mapping[str, Path]) -> Any:
