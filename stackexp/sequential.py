@@ -67,14 +67,12 @@ class Judgment:
         return self.outcome != Outcome.UNDECIDED
 
 
-def judge(
-    differences: Mapping[str, Sequence[float]], planned: int, effect: float, level: float = LEVEL
-) -> dict[str, Judgment]:
+def judge(differences: Mapping[str, Sequence[float]], planned: int, effect: float) -> dict[str, Judgment]:
     """Judge the arms by their paired differences (arm minus baseline, in the order of the seeds).
 
     The arms are judged after 3, 4, ... pairs, each time with the pairs up to there; the first verdict on an arm stays.
-    An arm helps or hurts if its p-value is significant by Holm's method over the arms, so at most a share `level` of
-    comparisons without any effect get such a verdict. It has no effect above `effect` if its interval, at `level`
+    An arm helps or hurts if its p-value is significant by Holm's method over the arms, so at most a share LEVEL of
+    comparisons without any effect get such a verdict. It has no effect above `effect` if its interval, at LEVEL
     divided by the number of arms, lies within +-effect. If only Holm's method decides an arm, its interval
     may contain zero.
     """
@@ -89,17 +87,17 @@ def judge(
         for (arm, values), p_value in zip(differences.items(), adjusted, strict=True):
             if arm in decided:
                 continue
-            if p_value <= level:
+            if p_value <= LEVEL:
                 strongest = MIN_PAIRS + int(evidence[arm][: look - MIN_PAIRS + 1].argmax())
                 decided[arm] = (Outcome.HELPS if math.fsum(values[:strongest]) < 0 else Outcome.HURTS), strongest
             elif look <= len(values):
-                _, low, high = compute_interval(values[:look], planned, level / len(differences))
+                _, low, high = compute_interval(values[:look], planned, LEVEL / len(differences))
                 if max(-low, high) < effect:
                     decided[arm] = Outcome.NO_EFFECT, look
     judgments = {}
     for arm, values in differences.items():
         outcome, look = decided.get(arm, (Outcome.UNDECIDED, len(values)))
-        interval = compute_interval(values[:look], planned, level / len(differences))
+        interval = compute_interval(values[:look], planned, LEVEL / len(differences))
         judgments[arm] = Judgment(outcome, len(values), look, *interval, float(p_values[arm][-1]))
     return judgments
 
@@ -177,13 +175,10 @@ def compute_power(
     return float(np.mean(1 - np.nan_to_num(missed, nan=0.0)))  # NaN: so large that all find it
 
 
-def count_pairs(
-    effect: float, deviation: float, level: float = LEVEL, power: float = POWER, degrees: float = math.inf
-) -> int:
-    """Return the fewest pairs, at least MIN_PLANNED, that find `effect` with probability `power`.
+def count_pairs(effect: float, deviation: float, level: float = LEVEL, degrees: float = math.inf) -> int:
+    """Return the fewest pairs, at least MIN_PLANNED, that find `effect` with probability POWER.
 
-    MAX_PLANNED if even those are too few.
-    `degrees` is that of `compute_power`.
+    MAX_PLANNED if even those are too few. `degrees` is that of `compute_power`.
     """
     if not deviation:
         return MIN_PLANNED
@@ -191,7 +186,7 @@ def count_pairs(
     def compute(pairs: int) -> float:
         return compute_power(pairs, effect, deviation, level, degrees)
 
-    return MIN_PLANNED + bisect.bisect_left(range(MIN_PLANNED, MAX_PLANNED), power, key=compute)
+    return MIN_PLANNED + bisect.bisect_left(range(MIN_PLANNED, MAX_PLANNED), POWER, key=compute)
 
 
 def format_pairs(pairs: int) -> str:
@@ -205,13 +200,11 @@ def choose_batch(arms: int, workers: int) -> int:
     return next(n for n, count in rounds if n * arms >= 0.8 * workers * count)
 
 
-def find_detectable_effect(
-    pairs: int, deviation: float, level: float = LEVEL, power: float = POWER, degrees: float = math.inf
-) -> float:
-    """Return the smallest effect that `pairs` pairs find with probability `power`; `degrees` as in `compute_power`."""
+def find_detectable_effect(pairs: int, deviation: float, level: float = LEVEL, degrees: float = math.inf) -> float:
+    """Return the smallest effect that `pairs` pairs find with probability POWER; `degrees` as in `compute_power`."""
 
     def compute(effect: float) -> float:
-        return compute_power(pairs, effect, 1.0, level, degrees) - power
+        return compute_power(pairs, effect, 1.0, level, degrees) - POWER
 
     high = 1.0
     while compute(high) < 0:

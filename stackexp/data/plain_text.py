@@ -339,21 +339,17 @@ def read_sword(data: bytes) -> Iterator[list[str]]:
     while position >= 0:
         stream = zlib.decompressobj()
         try:
-            text = stream.decompress(data[position:])
+            block = stream.decompress(data[position:])
         except zlib.error:  # these two bytes were not a block's start
             position = data.find(b"x\x9c", position + 1)
             continue
         position = data.find(b"x\x9c", len(data) - len(stream.unused_data)) if stream.unused_data else -1
-        yield from _read_osis(decode(text))
-
-
-def _read_osis(text: str) -> Iterator[list[str]]:
-    text = re.sub(r"<note.*?</note>", "", text, flags=re.DOTALL)
-    text = re.sub(r"</?(p|div|title|lg|list|item|chapter)\b[^>]*>", BREAK, text)
-    text = re.sub(r"<(/l|lb)\b[^>]*>", " ", text)
-    text = re.sub(r"<[^>]*>", "", text)
-    text = text.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", '"').replace("&amp;", "&")
-    yield text.split(BREAK)
+        text = re.sub(r"<note.*?</note>", "", decode(block), flags=re.DOTALL)
+        text = re.sub(r"</?(p|div|title|lg|list|item|chapter)\b[^>]*>", BREAK, text)
+        text = re.sub(r"<(/l|lb)\b[^>]*>", " ", text)
+        text = re.sub(r"<[^>]*>", "", text)
+        text = text.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", '"').replace("&amp;", "&")
+        yield text.split(BREAK)
 
 
 def read_r_strings(data: bytes) -> Iterator[list[str]]:

@@ -12,8 +12,6 @@ from stackexp.data.tokenizer import encode_text, get_end_of_text_id
 from stackexp.models.generation import generate
 from stackexp.models.transformer import Transformer
 
-AUTOCAST = {"bf16-mixed": torch.bfloat16}
-
 
 @contextlib.contextmanager
 def inference_mode(model: nn.Module, precision: str) -> Iterator[None]:
@@ -21,14 +19,13 @@ def inference_mode(model: nn.Module, precision: str) -> Iterator[None]:
 
     Compilation is off because inputs of many lengths would each compile again. Under bf16-mixed, weights are cast once.
     """
-    was_training, dtype = model.training, AUTOCAST.get(precision)
-    device = next(model.parameters()).device
+    was_training, device = model.training, next(model.parameters()).device
     model.eval()
     try:
         with (
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
-            torch.autocast(device.type, dtype, enabled=dtype is not None),
+            torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"),
         ):
             yield
     finally:

@@ -129,21 +129,15 @@ def _add_reported(recording: Recording, name: str, values: dict[str, Tensor]) ->
 
 
 def _update_recorded(
-    recording: Recording,
-    memory: Stack,
-    update: Callable,
-    state: Any,
-    x: Tensor,
-    logits: Tensor,
-    h: Tensor,
+    recording: Recording, memory: Stack, update: Callable, state: Any, *inputs: Tensor
 ) -> tuple[Any, Any]:
     """Update the memory as usual and record it."""
     if isinstance(memory, ResidualStack):
-        output, slots = update(state, x, logits, h)
+        output, slots = update(state, *inputs)
         recording.add(_measure_residual_stack(output, slots))
         return output, slots
     observe = functools.partial(_measure, memory)
-    return update_by_token(memory, update, state, (x, logits, h), lambda *parts: recording.add(observe(*parts)))
+    return update_by_token(memory, update, state, inputs, lambda *parts: recording.add(observe(*parts)))
 
 
 def update_by_token(

@@ -135,22 +135,15 @@ def format_bytes(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.2f} MiB"
 
 
-KINDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "gathered": "gathered and cast weights",
-    "activations": "activations",
-    "stack": "stack",
-    "logits": "logits",
-}
-"""The fields of `MemoryUse` and their names in the table."""
+KIND_NAMES = {"optimizer": "optimizer state", "gathered": "gathered and cast weights"}
+"""Names in the table of those fields of `MemoryUse` that have another one there."""
 
 
 def format_plan(plan: TrainingPlan) -> str:
     """Return two tables: the run, and the memory of a rank."""
     phases = {"training": plan.training} | ({"validation": plan.validation} if plan.validation else {})
-    rows = [(name, *(format_bytes(getattr(m, kind)) for m in phases.values())) for kind, name in KINDS.items()]
+    kinds = vars(plan.training)
+    rows = [(KIND_NAMES.get(k, k), *(format_bytes(getattr(m, k)) for m in phases.values())) for k in kinds]
     peak = (f"peak, of {format_bytes(plan.usable_bytes)} usable", *(format_bytes(m.peak) for m in phases.values()))
     memory = format_table([*rows, RULE, peak], header=["memory per rank, at most", *phases], align="<>>")
     return f"{format_table(_build_run_rows(plan))}\n\n{memory}"

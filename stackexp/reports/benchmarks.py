@@ -14,6 +14,7 @@ from stackexp.evaluation.benchmarks.results import (
     FILE,
     BenchmarkEvaluation,
     TaskScores,
+    average_scores,
     average_tasks,
     format_score,
     read_evaluations,
@@ -179,11 +180,7 @@ def score_benchmark(tasks: Mapping[str, TaskScores], benchmark: str, metric: str
 def average_benchmarks(tasks: Mapping[str, TaskScores], metric: str = "accuracy") -> Score:
     """Return the mean of a score over the nine benchmarks; None if one is not scored."""
     scores = [score for benchmark in BENCHMARK_TASKS if (score := score_benchmark(tasks, benchmark, metric))]
-    if len(scores) < len(BENCHMARK_TASKS):
-        return None
-    errors = [error for _, error in scores if error is not None]
-    error = math.sqrt(math.fsum(error**2 for error in errors)) / len(scores) if len(errors) == len(scores) else None
-    return math.fsum(mean for mean, _ in scores) / len(scores), error
+    return average_scores(scores) if len(scores) == len(BENCHMARK_TASKS) else None
 
 
 def build_paper_table(models: Mapping[str, Mapping[str, TaskScores]]) -> Table:

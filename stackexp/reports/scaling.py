@@ -154,19 +154,7 @@ def build_scaling(
     if not panels:
         reason = "nothing to fit: no family has two sizes with equal tokens, or two lengths with equal parameters"
         raise RunError("; ".join([f"{', '.join(map(str, paths))}: {reason}", *left_out, source]))
-    conditions = [f"Loss against {panel.quantity}: runs with {panel.condition}." for panel in panels]
-    unused = [line for panel in panels for line in _describe_unused(points, panel)]
-    mixed = _describe_mixed(rows, points)
-    return Report(
-        [Table("Power laws", *_build_table(panels), num_labels=2)],
-        [source, *_explain(column, irreducible), *conditions, *mixed, *unused, *left_out, *notes],
-        [{"measure": column} | p._asdict() for p in points],
-        lambda: draw_panels(panels, column),
-    )
-
-
-def _explain(column: str, irreducible: float) -> list[str]:
-    return [
+    explanation = [
         f"Loss: {column}. Fit: loss = {irreducible:g} + factor / size^exponent, least squares in logarithms. "
         "Another irreducible loss gives other exponents (--irreducible).",
         "A family is the paper's variant or a kind of memory; --by KEY,... separates families by options as well.",
@@ -175,6 +163,15 @@ def _explain(column: str, irreducible: float) -> list[str]:
         f"Equivalent factor: how many times as many parameters or tokens the {BASELINE} needs for the same loss, at "
         "the largest number that both families have. Extrapolated: beyond the numbers run.",
     ]
+    conditions = [f"Loss against {panel.quantity}: runs with {panel.condition}." for panel in panels]
+    unused = [line for panel in panels for line in _describe_unused(points, panel)]
+    mixed = _describe_mixed(rows, points)
+    return Report(
+        [Table("Power laws", *_build_table(panels), num_labels=2)],
+        [source, *explanation, *conditions, *mixed, *unused, *left_out, *notes],
+        [{"measure": column} | p._asdict() for p in points],
+        lambda: draw_panels(panels, column),
+    )
 
 
 # Families and points

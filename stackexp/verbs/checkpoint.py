@@ -128,7 +128,6 @@ class Import(Verb):
         parser.add_config()
 
     def run(self, args: Namespace) -> int:
-        """Write the weights and the model section, and print the next commands."""
         args.parser.check_output("--to", args.to, [".safetensors"])
         if args.overrides and not args.config:
             args.parser.error(f"{args.overrides[0]}: an override requires --config")

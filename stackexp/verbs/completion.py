@@ -30,7 +30,6 @@ class Completion(Verb):
         parser.add_argument("shell", choices=list(REGISTER), metavar="SHELL", help="bash or zsh")
 
     def run(self, args: Namespace) -> int:
-        """Print the script."""
         import argcomplete
 
         script = Path(argcomplete.__file__).parent / "bash_completion.d" / "_python-argcomplete"

@@ -67,7 +67,6 @@ class Prepare(Verb):
         _add_dtype(parser)
 
     def run(self, args: Namespace) -> int:
-        """Prepare SOURCE, or one part of it."""
         if args.workers:  # limits the threads of tokenizers while it trains, or with a single process
             os.environ.setdefault("RAYON_NUM_THREADS", str(args.workers))
         from stackexp.data.prepare import Preparation, prepare
@@ -230,7 +229,6 @@ class English(Verb):
         parser.add_argument("--workers", **count(1, "processes that tokenize (default: one per CPU)"))
 
     def run(self, args: Namespace) -> int:
-        """Build the text, prepare the training set, and print a table of the sets."""
         from stackexp.data.debian import load_packages
         from stackexp.data.english import PACKAGES, build_english
         from stackexp.data.prepare import Preparation, prepare

@@ -49,7 +49,12 @@ class Evaluate(Verb):
             parser.error("--tasks: name tasks, such as smollm2 or arc_easy,piqa")
         if args.datasets and not args.datasets.is_dir():
             parser.error(f"--datasets {args.datasets}: no such folder")
-        _check_model(args)
+        if args.run:
+            parser.check_run(args)
+        elif not args.model.startswith(PREFIX):
+            parser.error(f"--model {args.model}: expected hf:FOLDER")
+        elif not Path(args.model.removeprefix(PREFIX), "config.json").is_file():
+            parser.error(f"--model {args.model}: no config.json; give a folder with a Hugging Face model")
         from stackexp.evaluation.benchmarks.tasks import check_installed
 
         check_installed()
@@ -66,12 +71,3 @@ class Evaluate(Verb):
             model = engine.open_hugging_face_model(folder, args.batch_size, args.trust_remote_code)
         engine.score_benchmarks(model, options)
         return 0
-
-
-def _check_model(args: Namespace) -> None:
-    if args.run:
-        args.parser.check_run(args)
-    elif not args.model.startswith(PREFIX):
-        args.parser.error(f"--model {args.model}: expected hf:FOLDER")
-    elif not Path(args.model.removeprefix(PREFIX), "config.json").is_file():
-        args.parser.error(f"--model {args.model}: no config.json; give a folder with a Hugging Face model")

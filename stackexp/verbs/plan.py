@@ -99,7 +99,6 @@ class Match(Verb):
         parser.add_argument("--vary", choices=VARIED, default=VARIED[0], metavar="OPTION", help=vary)
 
     def run(self, args: Namespace) -> int:
-        """Print the override that makes both models equal, and the remaining difference."""
         if not args.config or not args.to:
             args.parser.error("give --config and --to; `configs list` shows the names")
         from stackexp.config.compose import compose

@@ -83,7 +83,6 @@ class Stop(Verb):
         parser.add_sweep()
 
     def run(self, args: Namespace) -> int:
-        """Stop the workers, then print the number of trials in each state."""
         from stackexp.sweeps.sweep import load_last_run
 
         sweep = load_last_run(args.sweep, args.overrides)

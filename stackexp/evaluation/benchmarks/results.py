@@ -119,9 +119,14 @@ def average_tasks(tasks: Mapping[str, TaskScores], name: str) -> tuple[float, fl
     chosen = [scores for scores in tasks.values() if getattr(scores, name) is not None]
     if not chosen:
         return None
-    errors = [getattr(scores, f"{name}_stderr", None) for scores in chosen]
-    error = None if None in errors else math.sqrt(math.fsum(error**2 for error in errors)) / len(chosen)
-    return math.fsum(getattr(scores, name) for scores in chosen) / len(chosen), error
+    return average_scores([(getattr(scores, name), getattr(scores, f"{name}_stderr", None)) for scores in chosen])
+
+
+def average_scores(scores: Sequence[tuple[float, float | None]]) -> tuple[float, float | None]:
+    """Return the mean of independent scores, and its standard error; None if one has none."""
+    errors = [error for _, error in scores if error is not None]
+    error = math.sqrt(math.fsum(error**2 for error in errors)) / len(scores) if len(errors) == len(scores) else None
+    return math.fsum(mean for mean, _ in scores) / len(scores), error
 
 
 def format_tasks(tasks: Mapping[str, TaskScores]) -> str:
