@@ -31,7 +31,7 @@ def raise_on_first(*_: object) -> int:
     for error in ERRORS:
         with pytest.raises(type(error)) as caught:
             processes.run_on_first(lambda error=error: fail(error))
-        print(rank, caught.value, caught.value.is_reported, flush=True)
+        os.write(1, f"{rank} {caught.value} {caught.value.is_reported}\n".encode())  # a whole line at once
     dist.destroy_process_group()
     return 0
 
@@ -117,3 +117,48 @@ def test_nccl_does_not_abort_before_the_watchdog_reports(monkeypatch):
     )
     assert _connect(LightningEnvironment(), TrainerConfig(), "cuda") == 0
     assert found == ["0"]
+
+
+NOTES = """
+import os
+from lightning.pytorch.loggers import Logger
+
+
+def note(text):
+    print(f"noted {text} on rank {os.environ.get('RANK')}", flush=True)
+
+
+class Notes(Logger):
+    name, version = "notes", 0
+
+    def __init__(self):
+        super().__init__()
+        note("start")
+
+    def log_hyperparams(self, params):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        pass
+
+    def save(self):
+        note("save")
+
+    def finalize(self, status):
+        note(status)
+"""
+TWO = ("trainer.devices=2", "trainer.strategy=ddp", "data.micro_batch_size=2", "logging.progress_bar=false")
+
+
+@pytest.mark.process
+def test_only_rank_0_has_loggers_and_reports(tiny, forks, tmp_path):
+    """Lightning calls `save` and `finalize` of the loggers on every rank. EarlyStopping fails on every rank."""
+    (tmp_path / "notes.py").write_text(NOTES)
+    stopping = "{class: 'lightning.pytorch.callbacks:EarlyStopping', options: {monitor: nothing}}"
+    options = ("logging.loggers=['notes.py:Notes']", f"trainer.callbacks=[{stopping}]")
+    output = forks.run("fit", "--config", tiny, *TWO, *options, ranks=2, expect=1)
+    noted = [line for line in output.splitlines() if line.startswith("noted")]
+    assert noted
+    assert all(line.endswith("on rank 0") for line in noted)
+    assert output.count("error: ") == 1
+    assert output.count("stack implementation: ") == 1

@@ -13,6 +13,7 @@ from stackexp.config.affects import AFFECT_RESULTS, find_changed_keys
 from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import Lengths
 from stackexp.frame import Row, get_options, read_start
+from stackexp.lazy import LazyModule
 from stackexp.reports.arms import compute_difference, find_stack_changes, list_paths
 from stackexp.reports.formal_runs import (
     SOLVED,
@@ -27,6 +28,8 @@ from stackexp.reports.report import Report, Table
 from stackexp.sequential import LEVEL, adjust_holm
 from stackexp.sweeps.schema import format_value
 from stackexp.tables import ABSENT
+
+stats = LazyModule("scipy.stats")
 
 COLUMNS = ("seed", "path", "validation_accuracy", "validation_loss", "optimizer.lr", "data.curriculum_steps")
 """Columns of the CSV from the row of a run."""
@@ -232,7 +235,6 @@ def find_best_arms(scores: Mapping[str, Sequence[float]]) -> set[str]:
 
 def _compute_p_value(x: Sequence[float], y: Sequence[float]) -> float:
     """Return the p-value of mean(x) <= mean(y): the share of permutations with at least this difference."""
-    from scipy.stats import permutation_test
 
     def subtract_means(x: np.ndarray, y: np.ndarray, axis: int) -> np.ndarray:
         return x.mean(axis) - y.mean(axis)
@@ -240,7 +242,7 @@ def _compute_p_value(x: Sequence[float], y: Sequence[float]) -> float:
     if min(len(x), len(y)) < 2:
         return 1.0  # scipy requires two values
     # Exact up to 9,999 permutations, random above
-    return float(permutation_test((x, y), subtract_means, vectorized=True, alternative="greater", rng=0).pvalue)
+    return float(stats.permutation_test((x, y), subtract_means, vectorized=True, alternative="greater", rng=0).pvalue)
 
 
 def _format_mean(values: list[float], is_best: bool) -> str:

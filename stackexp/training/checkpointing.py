@@ -89,7 +89,7 @@ class _DistributedCheckpoints:
         path = Path(checkpoint_path)
         state = checkpoints.load_state(path)
         theirs, ours = state["pytorch-lightning_version"], pl.__version__
-        if theirs != ours:
+        if theirs != ours and self.is_global_zero:
             log.warning("%s: saved with Lightning %s, not %s; if this fails, install %s", path, theirs, ours, theirs)
         state["pytorch-lightning_version"] = ours  # Lightning would migrate the state of another version
         tensors = self._collect_tensors()
@@ -196,8 +196,13 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
         """Postpone a stop by a callback in the middle of a step, such as `Timer`, to its end, where it can be saved."""
         is_step_end = trainer.global_step != self._step
         self._should_stop |= trainer.should_stop
-        trainer.should_stop = self._should_stop and is_step_end
+        trainer.should_stop = is_step_end and self._agree(trainer, self._should_stop)
         super().on_train_batch_end(trainer, module, *args)
+
+    def _agree(self, trainer: pl.Trainer, should_stop: bool) -> bool:
+        """Return True if a callback of the user has stopped any rank. Every rank calls this: all stop at one step."""
+        has_own = bool(self._config.callbacks)
+        return trainer.strategy.reduce_boolean_decision(should_stop, all=False) if has_own else should_stop
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Save if the step requires it, then stop if requested."""
@@ -230,7 +235,10 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
 
     def on_validation_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Save the last step if a callback has ended the training in this validation, such as EarlyStopping."""
-        if trainer.state.fn == "fit" and trainer.should_stop and self._saved_step != self._step:
+        if trainer.state.fn != "fit":
+            return
+        trainer.should_stop = self._agree(trainer, trainer.should_stop)
+        if trainer.should_stop and self._saved_step != self._step:
             self._save(trainer)
             self.on_validation_epoch_end(trainer, module)
 

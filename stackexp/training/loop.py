@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -27,7 +28,7 @@ from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.checkpointing import Start, find_start
 from stackexp.training.loggers import build_loggers
 from stackexp.training.objectives import Objective, Session, build_objective
-from stackexp.training.processes import start_processes
+from stackexp.training.processes import Processes, start_processes
 from stackexp.training.signals import StopRequest
 from stackexp.training.trainer import build_callbacks, build_trainer, check_model_fits, find_device_type
 
@@ -50,10 +51,10 @@ def train(
         StoppedError: a requested stop (SIGTERM, SIGUSR1, max_time) has been checkpointed.
     """
     set_up_log()
-    logging.getLogger("stackexp").setLevel(logging.INFO)
     stop = StopRequest(config.trainer.max_time, config.trainer.stop_grace_seconds)
     objective = build_objective(config)
     with start_processes(config.trainer, find_device_type(config)) as processes:
+        logging.getLogger("stackexp").setLevel(logging.INFO if processes.is_first else logging.WARNING)
         start = processes.run_on_first(lambda: find_start(config, ckpt_path, run_folder, overridden))
         if start.is_finished:
             if processes.is_first:
@@ -70,7 +71,7 @@ def train(
         started_at = time.perf_counter()
         module = objective.build_module()
         module.warm_start = warm_start
-        loggers = build_loggers(config, start.folder)
+        loggers = _build_loggers(config, start.folder, processes)
         metrics_log = MetricsLog(start.folder, config, loggers, objective.list_score_tags)
         metric_callbacks = objective.build_metric_callbacks(start.folder)
         if start.checkpoint and not start.sources and any(isinstance(x, DataRecord) for x in metric_callbacks):
@@ -88,6 +89,17 @@ def train(
                 objective.write_result(session, evaluation.sets)
                 evaluation.delete_partial_results()
     return start.folder
+
+
+def _build_loggers(config: ExperimentConfig, folder: RunFolder, processes: Processes) -> list[Logger]:
+    """Build the loggers on rank 0, which alone sends data; those of other ranks do nothing when callbacks use them."""
+    loggers: list[Logger] = [DummyLogger() for _ in config.logging.loggers]
+
+    def build() -> None:
+        loggers[:] = build_loggers(config, folder)
+
+    processes.run_on_first(build)
+    return loggers
 
 
 @contextlib.contextmanager

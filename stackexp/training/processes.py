@@ -124,7 +124,8 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
             raise
         _disconnect(watchdog)
     except (ConfigError, RunError, OSError, KeyboardInterrupt) as error:
-        watchdog.report(str(error) or "interrupted")
+        if watchdog.report(str(error) or "interrupted"):
+            error.is_reported = True  # type: ignore[union-attr]  # rank 0 reports it
         raise
     except Exception as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):  # gloo raises plain RuntimeErrors

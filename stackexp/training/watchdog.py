@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +27,7 @@ INTERVAL = 1.0  # seconds between two heartbeats
 SILENCE = 30.0  # seconds without a heartbeat until a frozen or remote process counts as gone
 GRACE = 3.0  # seconds for a process to report the cause itself
 FAULT = "fault"
+FIRST_CAUSE = "cause of rank 0"
 FIRST_RANK_GONE = "rank 0 is gone: it does not answer"
 
 
@@ -73,12 +75,19 @@ class Watchdog(pl.Callback):
             with self._store_call():  # rank 0, which hosts the store, may have exited before
                 self._store.set(str(self._rank), json.dumps({"done": True}))
 
-    def report(self, cause: str) -> None:
-        """Report to the other processes why this one is about to exit."""
+    def report(self, cause: str) -> bool:
+        """Report to the other processes why this one is about to exit. Return True if rank 0 reports the same cause."""
+        is_shared = False
         if not self._is_stopping.is_set():
             with self._store_call():
                 self._store.compare_set(FAULT, "", f"rank {self._rank}: {cause}")
-                time.sleep(2 * INTERVAL)  # rank 0 hosts the store: the others must read it before rank 0 exits
+                if self._rank == 0:
+                    self._store.set(FIRST_CAUSE, cause)
+                    time.sleep(2 * INTERVAL)  # rank 0 hosts the store: the others must read it before rank 0 exits
+                else:
+                    self._store.wait([FIRST_CAUSE], timedelta(seconds=2 * INTERVAL))  # an error if there is none
+                    is_shared = self._store.get(FIRST_CAUSE).decode() == cause
+        return is_shared
 
     def find_cause(self, error: Exception) -> str:
         """Return the cause of a failed collective: wait until a process has found the fault."""

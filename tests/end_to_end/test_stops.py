@@ -237,6 +237,21 @@ def test_a_stop_in_the_middle_of_an_accumulated_step_ends_the_run_after_it(tiny,
     assert run.read_result().steps == 12, "without the callback, the run continues"
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
+def test_a_callback_that_stops_one_rank_stops_all(hook, tiny, tmp_path, forks):
+    lines = ["import lightning.pytorch as pl", "class Stop(pl.Callback):", f"    def {hook}(self, trainer, *_):"]
+    lines += ["        trainer.should_stop |= trainer.global_rank == 1 and trainer.global_step == 5"]
+    (tmp_path / "one_rank.py").write_text("\n".join(lines))
+    options = ("trainer.val_check_interval=5", "trainer.checkpoint_interval=100", "logging.progress_bar=false")
+    options += ("trainer.callbacks=['one_rank.py:Stop']", "trainer.collective_timeout_seconds=60")
+    two = ("trainer.strategy=ddp", "trainer.devices=2", "data.micro_batch_size=2")
+    forks.run("fit", "--config", tiny, *options, *two, ranks=2)
+    run = only_run(tmp_path / "runs")
+    assert run.read_result().steps == 5
+    assert run.newest_checkpoint().name == "00000005"
+
+
 def test_the_validation_of_a_stop_by_a_callback_survives_a_kill(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stopper.py").write_text(STOPPER)
